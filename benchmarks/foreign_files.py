@@ -48,11 +48,11 @@ from models.weights.hf_config import from_hf, to_hf
 from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data import archives, tokenizer_file
 from paravt_jax.data.archives import ArchiveError
+from paravt_jax.data.example_reading import Example, Reading, read_example
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError
-from paravt_jax.data.published import open_table, read_rows
+from paravt_jax.data.published import open_table, read_table
 from paravt_jax.data.question_files import read_questions
-from paravt_jax.data.row_reading import Reading, RowTask, read_row
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.world.vocabulary import build_vocabulary
@@ -238,11 +238,11 @@ def rows(folders: Folders) -> FileKind:
         row
         for file in sorted((folders.folder / "published" / "annotations").glob("*.parquet"))
         for table in [open_table(file)]
-        for row in read_rows(table)
+        for row in read_table(table)
     ]
     vocabulary = folders.folder / "tokenizer"
     reading = Reading(str(folders.inside), str(vocabulary), family().dialect, ProtocolSettings())
-    workers = Workers(functools.partial(read_row, reading), 1, SECONDS)
+    workers = Workers(functools.partial(read_example, reading), 1, SECONDS)
     hostile = hostile_values(folders)
 
     def make(rng: random.Random) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def rows(folders: Folders) -> FileKind:
         return changed_value(row, rng, hostile)
 
     def read(row: dict[str, Any]) -> str:
-        found = workers.submit(RowTask("case:0", "case", row)).result()
+        found = workers.submit(Example("case:0", "case", row)).result()
         return f"left out ({found.reason})" if found.record is None else "kept"
 
     return FileKind(make, read, workers.close)
@@ -273,7 +273,7 @@ def tables(folders: Folders) -> FileKind:
         return changed_bytes(data[::-1], rng)[::-1]
 
     def reader(path: pathlib.Path) -> None:
-        for _ in read_rows(open_table(path)):
+        for _ in read_table(open_table(path)):
             pass
 
     return FileKind(make, lambda data: read_file(folders.inside / "case.parquet", data, reader))

@@ -34,7 +34,7 @@ from paravt_extras.report.result import read_result
 from paravt_extras.studies import study
 from paravt_extras.studies.study import Figures
 from paravt_extras.summary import SummaryLine
-from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored import write_atomically
 from train.data import Data
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import Checkpoints

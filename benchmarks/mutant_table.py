@@ -518,7 +518,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "another_state_read": ("stored, described)", "described, described)"),
     },
-    ("paravt_jax/data/stored_settings.py", _CHECKPOINT): {
+    ("paravt_jax/data/stored.py", _CHECKPOINT): {
         "new_leaves_not_noticed": ("for name in old | new", "for name in old"),
     },
     ("rollout/agent/episode.py", _EPISODE): {

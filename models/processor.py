@@ -27,8 +27,7 @@ from models.rope import mrope_positions, visual_index
 from models.vision import patchify
 from models.weights.folder import local_folder
 from paravt_jax.data import foreign, media_files
-from paravt_jax.data.frames import resize
-from paravt_jax.data.sizes import fit_size
+from paravt_jax.data.frames import fit_size, resize
 from paravt_jax.data.video import on_white
 from paravt_jax.method.tokenizer import Dialect
 

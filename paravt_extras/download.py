@@ -19,7 +19,7 @@ from paravt_jax.command_name import command_name
 from paravt_jax.data import sources
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.archives import SUFFIXES, unpack
-from paravt_jax.data.stored_settings import lock
+from paravt_jax.data.stored import lock
 from paravt_jax.processes.exit_codes import USER_ERRORS
 from rollout.evaluation.benchmarks import BENCHMARKS, Benchmark
 

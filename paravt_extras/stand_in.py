@@ -32,7 +32,7 @@ from paravt_extras.published_format import (
     think,
     with_options,
 )
-from paravt_jax.data.atomic import appearing
+from paravt_jax.data.stored import appearing
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.world.videos import (
     DIGITS,

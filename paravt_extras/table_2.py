@@ -18,7 +18,7 @@ from configs.table_2 import TABLE_2, TABLE_2_SPLITS
 from paravt_extras.markdown import table, wrapped
 from paravt_extras.published_scores import COLUMNS
 from paravt_extras.report.result import read_result
-from paravt_jax.data.stored_settings import as_json
+from paravt_jax.data.stored import as_json
 from rollout.evaluation.folder import read_json
 from rollout.evaluation.summary import score_of
 from train.durable.metrics import read_metrics

@@ -33,8 +33,7 @@ from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.foreign import read_srt
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.frames import ReadTask, VideoError
-from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.frames import PixelRules, ReadTask, VideoError
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
     CropCall,

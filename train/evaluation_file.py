@@ -7,7 +7,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from paravt_jax.data.stored_json import read_checked_json
+from paravt_jax.data.stored import read_checked_json
 from train.durable.metrics import PHASES
 
 _REMEDY = "restore it from a backup"

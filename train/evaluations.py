@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from paravt_jax.data.stored_json import write_checked_json
+from paravt_jax.data.stored import write_checked_json
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.processes import hosts

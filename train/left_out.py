@@ -22,7 +22,7 @@ class LeftOutError(UserError):
     """More rows or videos than allowed are left out; the message names them."""
 
 
-def count_rows(
+def count_examples(
     kept: Mapping[str, Mapping[str, int]], further: Iterable[tuple[str, str]] = ()
 ) -> Counts:
     """Count the rows of each source.
@@ -38,7 +38,7 @@ def count_rows(
     return sources
 
 
-def describe_rows(sources: Counts) -> str:
+def describe_counts(sources: Counts) -> str:
     """Return a table in plain text, one line per source."""
     width = max(map(len, ["source", *sources]))
     lines = [f"{'source':{width}}  {'rows':>9}  {'used':>9}  left out"]
@@ -48,7 +48,7 @@ def describe_rows(sources: Counts) -> str:
     return "\n".join(lines)
 
 
-def require_rows(run: Run, sources: Counts, folder: pathlib.Path) -> None:
+def require_examples(run: Run, sources: Counts, folder: pathlib.Path) -> None:
     """Raise LeftOutError if a source has lost a larger share of its rows than allowed.
 
     `folder` holds the prepared set.

@@ -25,7 +25,7 @@ from models.vision import encoding_weights
 from models.weights.folder import CONFIG, local_folder, require_readable
 from models.weights.hf import load
 from models.weights.hf_config import from_hf, to_hf
-from paravt_jax.data.stored_settings import require_same
+from paravt_jax.data.stored import require_same
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from rollout.evaluation.weights_hash import weights_hash

@@ -25,8 +25,7 @@ from models.trained import split_vision
 from models.weights.folder import CONFIG, local_folder, read_companions
 from models.weights.hf import save
 from paravt_jax.data import tokenizer_file
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.file_sums import SUMS
+from paravt_jax.data.stored import SUMS, write_atomically
 from paravt_jax.processes import hosts
 from train.model import Parts
 from train.settings import Run

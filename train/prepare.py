@@ -21,22 +21,22 @@ from typing import Any
 from configs import RECIPES
 from models.weights.folder import local_folder
 from paravt_jax.data import datasets, tokenizer_file
+from paravt_jax.data.example_reading import Reading, read_example
 from paravt_jax.data.frame_reader import PATIENCE
 from paravt_jax.data.preparation import (
     LEFT_OUT,
     OWN,
     Prepared,
     digest_of,
+    examples_of_questions,
+    examples_of_tables,
     open_prepared,
-    prepare_rows,
-    rows_of_questions,
-    rows_of_tables,
+    prepare_examples,
 )
 from paravt_jax.data.published import split_of
 from paravt_jax.data.question_files import read_questions, require_unique_ids
-from paravt_jax.data.row_reading import Reading, read_row
 from paravt_jax.data.sources import fetch, media_root
-from paravt_jax.data.stored_settings import lock
+from paravt_jax.data.stored import lock
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question
@@ -48,7 +48,7 @@ from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.engine.sizing import overview_tokens
 from train.cli import parse
 from train.data import Data
-from train.left_out import count_rows, describe_rows, require_rows
+from train.left_out import count_examples, describe_counts, require_examples
 from train.model_folder import copy_tokenizer
 from train.published_data import DataSettings, hold_out
 from train.settings import Run
@@ -76,7 +76,7 @@ def prepare(
         OSError: If another process prepares data in `run.data.folder`.
     """
     if run.data is not None:
-        return _prepare_rows(run, run.data, folder, check, questions)
+        return _prepare_examples(run, run.data, folder, check, questions)
     if questions is not None:
         raise ValueError(
             f"{run.name}: data is not set; "
@@ -90,7 +90,7 @@ def prepare(
     return _open_world(run, run.world, folder)
 
 
-def _prepare_rows(
+def _prepare_examples(
     run: Run,
     settings: DataSettings,
     folder: pathlib.Path,
@@ -128,10 +128,10 @@ def _prepare_rows(
             for conversation in data.conversations
             if conversation.tokens > run.sft.row_tokens
         ]
-    counts = count_rows(summary["sources"], too_long)
+    counts = count_examples(summary["sources"], too_long)
     if hosts.is_first():
-        print(describe_rows(counts))
-    require_rows(run, counts, home)
+        print(describe_counts(counts))
+    require_examples(run, counts, home)
     return data
 
 
@@ -211,15 +211,15 @@ def prepare_set(
             return prepared
         if questions is None:
             annotations = fetch(settings.annotations, folder / "annotations", ["*.parquet"])
-            rows = rows_of_tables(annotations)
+            rows = examples_of_tables(annotations)
             root = media_root(settings.media, folder, check)
         else:
-            rows = rows_of_questions(questions)
+            rows = examples_of_questions(questions)
             root = pathlib.Path(settings.media)
         reading = dataclasses.replace(reading, root=str(root.resolve()))
-        read = functools.partial(read_row, reading)
+        read = functools.partial(read_example, reading)
         with Workers(read, os.cpu_count() or 1, PATIENCE) as pool:
-            return prepare_rows(rows, folder, reading, pool, check)
+            return prepare_examples(rows, folder, reading, pool, check)
 
 
 def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
@@ -305,10 +305,10 @@ def main(argv: list[str] | None = None) -> int:
                 "data, such as paravt_8b (your own questions need no preparation: train on them)"
             )
         folder = pathlib.Path(run.data.folder)
-        counts = count_rows(prepare_set(run, run.data, folder).summary["sources"])
-        print(describe_rows(counts))
+        counts = count_examples(prepare_set(run, run.data, folder).summary["sources"])
+        print(describe_counts(counts))
         print(f"{folder / LEFT_OUT} lists the rows that are left out, with reasons")
-        require_rows(run, counts, folder)
+        require_examples(run, counts, folder)
     except KeyboardInterrupt:
         print("\nstopped; the same command continues", file=sys.stderr)
         return 130

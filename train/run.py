@@ -34,7 +34,7 @@ from paravt_extras.fit import fit
 from paravt_extras.report.finish import final_report, interim_report
 from paravt_extras.slices import found_devices
 from paravt_jax.data.any_path import is_bucket
-from paravt_jax.data.stored_settings import as_json
+from paravt_jax.data.stored import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import LOST, USER_ERRORS, exit_code

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Shaped
 
-from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.frames import PixelRules
 
 Grid = tuple[int, int]
 """Height and width of a frame in patches."""

@@ -23,8 +23,15 @@ from jaxtyping import UInt8
 from models.config import VisionConfig
 from models.features.cache import FeatureCache, Grid
 from paravt_jax.checks import require_at_least, require_choices
-from paravt_jax.data.frames import FrameSource, ReadFrames, ReadTask, VideoError, VideoInfo, join
-from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.frames import (
+    FrameSource,
+    PixelRules,
+    ReadFrames,
+    ReadTask,
+    VideoError,
+    VideoInfo,
+    join,
+)
 from paravt_jax.method.records import Frame
 
 _SMALL_FRAME = 49  # visual tokens of the largest frame by default

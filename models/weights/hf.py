@@ -40,8 +40,7 @@ from models.weights.hf_layout import (
 )
 from models.weights.tensor_file import Tensor, TensorType, same_numbers
 from paravt_jax.data import tokenizer_file
-from paravt_jax.data.atomic import appearing
-from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
+from paravt_jax.data.stored import SUMS, appearing, find_damage, read_sums, write_sums
 
 Files = Mapping[str, Mapping[str, TensorType]]
 """Type and shape of the tensors of each file that is written, by file name and name."""

@@ -7,7 +7,7 @@ import pathlib
 
 from paravt_extras.report.page import write_report
 from paravt_extras.report.result import collect_episodes, result_so_far
-from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored import write_atomically
 from paravt_jax.processes import hosts
 from train.durable.metrics import say
 from train.settings import Run

@@ -27,8 +27,7 @@ from paravt_extras.report.chart import Chart, line_chart, stacked_chart
 from paravt_extras.report.claim import claim_charts, is_shown
 from paravt_extras.report.discovery import group_table, learning_curves, pair_cards
 from paravt_extras.report.result import read_result, result_so_far
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_json import read_checked_json
+from paravt_jax.data.stored import read_checked_json, write_atomically
 from rollout.report.episode_card import episode_card
 from rollout.report.templates import environment, number
 from train.durable.metrics import PHASE_TITLES, format_seconds, read_jsonl, read_metrics

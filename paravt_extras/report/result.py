@@ -13,8 +13,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_json import read_json
+from paravt_jax.data.stored import read_json, write_atomically
 from train.durable.metrics import read_metrics, step_seconds
 from train.evaluation_file import EvaluationRow, read_evaluation_file
 

@@ -26,8 +26,7 @@ from paravt_extras.scenes.ask import SceneQuestion, questions
 from paravt_extras.scenes.demonstrate import demonstrations
 from paravt_extras.scenes.film import encode
 from paravt_extras.scenes.storyboard import SPLITS, SceneSettings, SceneVideo, plan_videos
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_settings import lock, require_same
+from paravt_jax.data.stored import lock, require_same, write_atomically
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.records import Question, QuestionKind
 

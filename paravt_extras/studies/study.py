@@ -24,7 +24,7 @@ from matplotlib.typing import RcKeyType
 from configs.paravt_tiny import paravt_tiny
 from paravt_extras import markdown
 from paravt_jax.data.any_path import require_local
-from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored import write_atomically
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import read_metrics
 from train.durable.run_folder import claim_folder

@@ -20,8 +20,7 @@ import fsspec.core
 from paravt_jax.data import foreign
 from paravt_jax.data.any_path import is_address, user_folder
 from paravt_jax.data.archives import inside
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_settings import lock
+from paravt_jax.data.stored import lock, write_atomically
 
 # Files that readers open first. They are written last, so a folder that has one is complete.
 _LAST = ("config.json", "adapter_config.json")

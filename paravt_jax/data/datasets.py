@@ -17,7 +17,7 @@ from typing import Any
 import pydantic
 import tensorflow_datasets as tfds
 
-from paravt_jax.data.stored_json import DamagedFileError
+from paravt_jax.data.stored import DamagedFileError
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Caption, Question
 

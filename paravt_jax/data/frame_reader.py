@@ -18,8 +18,7 @@ from jaxtyping import Int64
 
 from paravt_jax.checks import require_at_least
 from paravt_jax.data import video
-from paravt_jax.data.frames import ReadFrames, ReadTask, VideoError
-from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.frames import PixelRules, ReadFrames, ReadTask, VideoError
 from paravt_jax.data.workers import WorkerError, Workers, cancel
 
 PATIENCE = 600.0

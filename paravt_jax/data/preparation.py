@@ -1,16 +1,16 @@
-"""Turns the rows of a source into one prepared set, with several processes.
+"""Turns the examples of a source into one prepared set, with several processes.
 
-    published tables, or your own questions -> `Rows` -> `read_row` in worker processes -> records
+    published tables, or your own questions -> `Examples` -> `read_example` -> records
 
-Each row is read on its own, under a deadline: its videos are opened, and their first and last frame
-decoded. A bad row does not affect the others. Every row is either stored or listed once in
-`left_out.jsonl` with a reason, in the order of the source.
+Each example is read on its own by a worker process, under a deadline: its videos are opened, and
+their first and last frame decoded. A bad example does not affect the others. Every one is either
+stored or listed once in `left_out.jsonl` with a reason, in the order of the source.
 
-The outcome of each row is appended to a file, so an interrupted preparation goes on with the next:
+The outcome of each is appended to a file, so an interrupted preparation goes on with the next:
 
-    FOLDER/work-<digest>.jsonl    outcomes of the rows so far; deleted at the end
+    FOLDER/work-<digest>.jsonl    outcomes of the examples so far; deleted at the end
     FOLDER/records/               the stored splits
-    FOLDER/left_out.jsonl         the rows that are not used
+    FOLDER/left_out.jsonl         the examples that are not used
     FOLDER/set.json               settings and counts of the set; written last
 """
 
@@ -30,11 +30,14 @@ import pydantic
 from typing_extensions import TypedDict
 
 from paravt_jax.data import datasets
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.published import open_table, read_rows
-from paravt_jax.data.row_reading import Reading, ReadRow, RowTask, unread_row
-from paravt_jax.data.stored_json import read_checked_json, write_checked_json
-from paravt_jax.data.stored_settings import require_same
+from paravt_jax.data.example_reading import Example, Outcome, Reading, unread_example
+from paravt_jax.data.published import open_table, read_table
+from paravt_jax.data.stored import (
+    read_checked_json,
+    require_same,
+    write_atomically,
+    write_checked_json,
+)
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Question
@@ -46,20 +49,22 @@ SET = "set.json"
 OWN = "questions"
 """Source of your own questions."""
 
-# Rows that are submitted to the workers in advance, so that a slow one does not delay the others.
+# Examples that are submitted in advance, so that a slow one does not delay the others.
 _AHEAD = 128
 _REMEDY = "restore it, or delete the folder and prepare the set again"
 _RECORDS = "records"
+# Fields of an outcome in `LEFT_OUT`.
+_LISTED = ("id", "source", "reason", "detail")
 # Part of every set. Change it whenever the same files give other records.
 _FORMAT = 5
-_OUTCOME = pydantic.TypeAdapter(ReadRow)
+_OUTCOME = pydantic.TypeAdapter(Outcome)
 
 
 class Summary(TypedDict):
     """Counts of a set."""
 
     sources: dict[str, dict[str, int]]
-    """Rows of each source, by the reason why they are left out, or as `kept`."""
+    """Examples of each source, by the reason why they are left out, or as `kept`."""
     sizes: dict[str, int]
     """Videos and pictures by width x height in pixels, the most frequent first."""
     longest: float
@@ -78,18 +83,18 @@ class _Set(TypedDict):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """The rows of a source.
+class Examples:
+    """The examples of a source.
 
     Attributes:
         files: Fingerprint of their sources.
         count: Their number.
-        tasks: The rows, in order.
+        ordered: The examples, in order.
     """
 
     files: dict[str, Any]
     count: int
-    tasks: Iterator[RowTask]
+    ordered: Iterator[Example]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Prepared:
         root: Folder to which relative video paths refer.
         questions: The questions, in the order of the source.
         conversations: The conversations, in the order of the source.
-        summary: Counts of its rows and videos.
+        summary: Counts of its examples and videos.
         digest: Fingerprint of the set. It does not depend on where its sources are.
     """
 
@@ -111,7 +116,7 @@ class Prepared:
     digest: str
 
 
-def rows_of_tables(folder: pathlib.Path) -> Rows:
+def examples_of_tables(folder: pathlib.Path) -> Examples:
     """Open the parquet files below a folder, in the order of their names.
 
     Raises:
@@ -124,19 +129,19 @@ def rows_of_tables(folder: pathlib.Path) -> Rows:
             f"{folder}: no parquet files; give the folder of ParaVT/ParaVT-Parquet"
         )
     tables = [open_table(path) for path in files]
-    tasks = (
-        RowTask(f"{table.path.stem}:{number}", table.split, columns)
+    examples = (
+        Example(f"{table.path.stem}:{number}", table.split, columns)
         for table in tables
-        for number, columns in enumerate(read_rows(table))
+        for number, columns in enumerate(read_table(table))
     )
-    sizes = {table.path.name: [table.rows, table.path.stat().st_size] for table in tables}
-    return Rows(sizes, sum(table.rows for table in tables), tasks)
+    sizes = {table.path.name: [table.count, table.path.stat().st_size] for table in tables}
+    return Examples(sizes, sum(table.count for table in tables), examples)
 
 
-def rows_of_questions(questions: Sequence[Question]) -> Rows:
-    """Return the rows of your own questions."""
-    tasks = (RowTask(question.id, OWN, question) for question in questions)
-    return Rows({OWN: digest_of(questions)}, len(questions), tasks)
+def examples_of_questions(questions: Sequence[Question]) -> Examples:
+    """Return your own questions as examples."""
+    examples = (Example(question.id, OWN, question) for question in questions)
+    return Examples({OWN: digest_of(questions)}, len(questions), examples)
 
 
 def digest_of(questions: Sequence[Question]) -> str:
@@ -178,39 +183,39 @@ def _open(folder: pathlib.Path, stored: _Set) -> Prepared:
     )
 
 
-def prepare_rows(
-    rows: Rows,
+def prepare_examples(
+    examples: Examples,
     folder: pathlib.Path,
     reading: Reading,
-    pool: Workers[RowTask, ReadRow],
+    pool: Workers[Example, Outcome],
     check: Callable[[], None] = lambda: None,
 ) -> Prepared:
-    """Store rows as the splits `questions` and `conversations`, and open them.
+    """Store examples as the splits `questions` and `conversations`, and open them.
 
     Args:
-        rows: The rows.
+        examples: The examples.
         folder: Where to store them.
-        reading: Settings of the conversion of rows.
-        pool: Workers that call `read_row` with `reading`.
-        check: Called after each row. It may raise to interrupt.
+        reading: Settings of the conversion to records.
+        pool: Workers that call `read_example` with `reading`.
+        check: Called after each example. It may raise to interrupt.
 
     Raises:
-        ValueError: No row can be used.
+        ValueError: No example can be used.
     """
     settings = _settings(reading)
     # The name depends on the settings, so outcomes of others are never used.
-    work = folder / f"work-{_digest([settings, reading.root, rows.files])[:12]}.jsonl"
+    work = folder / f"work-{_digest([settings, reading.root, examples.files])[:12]}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     done = _count_outcomes(work)
-    with work.open("ab") as file, Progress("prepare rows", "row") as progress:
-        for row in _read(itertools.islice(rows.tasks, done, None), pool):
-            file.write(_OUTCOME.dump_json(row) + b"\n")
+    with work.open("ab") as file, Progress("prepare data", "example") as progress:
+        for outcome in _read(itertools.islice(examples.ordered, done, None), pool):
+            file.write(_OUTCOME.dump_json(outcome) + b"\n")
             file.flush()
             done += 1
-            progress.update(done, rows.count)
+            progress.update(done, examples.count)
             check()
     summary = _store(folder, work)
-    content = _Set(settings=settings, files=rows.files, root=reading.root, summary=summary)
+    content = _Set(settings=settings, files=examples.files, root=reading.root, summary=summary)
     write_checked_json(folder / SET, content, indent=1)
     for old in folder.glob("work-*.jsonl"):
         old.unlink()
@@ -246,53 +251,53 @@ def _count_outcomes(work: pathlib.Path) -> int:
     return count
 
 
-def _read(tasks: Iterator[RowTask], pool: Workers[RowTask, ReadRow]) -> Iterator[ReadRow]:
-    """Read rows in the worker processes, and yield them in order."""
-    waiting: collections.deque[tuple[RowTask, Future[ReadRow]]] = collections.deque()
+def _read(examples: Iterator[Example], pool: Workers[Example, Outcome]) -> Iterator[Outcome]:
+    """Read examples in the worker processes, and yield their outcomes in order."""
+    waiting: collections.deque[tuple[Example, Future[Outcome]]] = collections.deque()
     while True:
-        for task in itertools.islice(tasks, _AHEAD - len(waiting)):
-            waiting.append((task, pool.submit(task)))
+        for example in itertools.islice(examples, _AHEAD - len(waiting)):
+            waiting.append((example, pool.submit(example)))
         if not waiting:
             return
-        task, outcome = waiting.popleft()
-        # Broad because no row may stop the others, whatever its files make a decoder do.
+        example, future = waiting.popleft()
+        # Broad because no example may stop the others, whatever its files make a decoder do.
         try:
-            yield outcome.result()
+            yield future.result()
         except Exception as error:
-            yield unread_row(task, error)
+            yield unread_example(example, error)
 
 
-def _outcomes(work: pathlib.Path) -> Iterator[ReadRow]:
+def _outcomes(work: pathlib.Path) -> Iterator[Outcome]:
     with work.open("rb") as file:
         yield from map(_OUTCOME.validate_json, file)
 
 
 def _records(work: pathlib.Path, kind: type) -> Iterator[Any]:
-    return (row.record for row in _outcomes(work) if isinstance(row.record, kind))
+    return (each.record for each in _outcomes(work) if isinstance(each.record, kind))
 
 
 def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
-    """Write the records and the rows that are left out, and return the counts."""
+    """Write the records and the examples that are left out, and return the counts."""
     sources = collections.defaultdict(collections.Counter[str])
     sizes: collections.Counter[str] = collections.Counter()
     kinds: set[type] = set()
     lengths = []
     longest = 0.0
     left_out = []
-    for row in _outcomes(work):
-        sources[row.source][row.reason or "kept"] += 1
-        if row.record is None:
-            fields = {name: getattr(row, name) for name in ("id", "source", "reason", "detail")}
+    for outcome in _outcomes(work):
+        sources[outcome.source][outcome.reason or "kept"] += 1
+        if outcome.record is None:
+            fields = {name: getattr(outcome, name) for name in _LISTED}
             left_out.append(json.dumps(fields) + "\n")
             continue
-        kinds.add(type(row.record))
-        if isinstance(row.record, Conversation):
-            lengths.append(row.record.tokens)
-        sizes.update(f"{width}x{height}" for height, width in row.sizes)
-        longest = max(longest, row.longest)
+        kinds.add(type(outcome.record))
+        if isinstance(outcome.record, Conversation):
+            lengths.append(outcome.record.tokens)
+        sizes.update(f"{width}x{height}" for height, width in outcome.sizes)
+        longest = max(longest, outcome.longest)
     write_atomically(folder / LEFT_OUT, "".join(left_out))
     if not kinds:
-        # Otherwise the same rows would be left out again, after the files were mended.
+        # Otherwise the same ones would be left out again, after the files were mended.
         work.unlink()
         reasons = sum(sources.values(), collections.Counter[str]())
         named = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
@@ -304,7 +309,7 @@ def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
     splits = {name: _records(work, kind) for kind, name in names.items() if kind in kinds}
     datasets.write_splits(folder / _RECORDS, splits)
     return Summary(
-        sources={source: dict(rows) for source, rows in sources.items()},
+        sources={source: dict(reasons) for source, reasons in sources.items()},
         sizes=dict(sizes.most_common()),
         longest=longest,
         lengths=lengths,

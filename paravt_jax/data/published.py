@@ -115,7 +115,7 @@ def _from_json(value: Any) -> Any:
 _Messages = Annotated[list[_Message], pydantic.Field(min_length=1)]
 
 
-class _QuestionRow(pydantic.BaseModel):
+class _QuestionColumns(pydantic.BaseModel):
     """The columns of an rl row."""
 
     prompt: _Messages
@@ -123,7 +123,7 @@ class _QuestionRow(pydantic.BaseModel):
     extra_info: Annotated[_About, pydantic.BeforeValidator(_from_json)]
 
 
-class _ConversationRow(pydantic.BaseModel):
+class _ConversationColumns(pydantic.BaseModel):
     """The columns of an sft row."""
 
     messages: Annotated[_Messages, pydantic.BeforeValidator(_from_json)]
@@ -167,13 +167,13 @@ class Table:
         path: The file.
         split: Name of its split, taken from the file's name.
         rl: Whether it contains questions (rl) or conversations (sft).
-        rows: Number of rows.
+        count: Number of examples.
     """
 
     path: pathlib.Path
     split: str
     rl: bool
-    rows: int
+    count: int
 
 
 def open_table(path: pathlib.Path) -> Table:
@@ -182,12 +182,12 @@ def open_table(path: pathlib.Path) -> Table:
     Raises:
         ValueError: It is not a parquet file, or has neither the columns of rl nor of sft rows.
     """
-    with foreign.open_regular(path) as start:
-        foreign.require_content(path, start.read(64))
+    with foreign.open_regular(path) as file:
+        foreign.require_content(path, file.read(64))
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = set(file.schema_arrow.names)
-            rows = file.metadata.num_rows
+            count = file.metadata.num_rows
     # ValueError: a name that is not UTF-8.
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise _unreadable(path, error) from error
@@ -198,7 +198,7 @@ def open_table(path: pathlib.Path) -> Table:
             f"{', '.join(RL_COLUMNS)}, sft rows {', '.join(SFT_COLUMNS)}: "
             "give the files of ParaVT/ParaVT-Parquet"
         )
-    return Table(path, split_of(path.stem), is_rl, rows)
+    return Table(path, split_of(path.stem), is_rl, count)
 
 
 def split_of(name: str) -> str:
@@ -212,7 +212,7 @@ def _unreadable(path: pathlib.Path, error: Exception) -> ValueError:
     return ValueError(f"{path}: not a readable parquet file ({reason}); download it again")
 
 
-def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any]]:
+def read_table(table: Table, batch: int = 256) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file in order, with the published columns only.
 
     Args:
@@ -244,13 +244,13 @@ def local_path(path: str) -> str:
     return local
 
 
-def read_question(row: Mapping[str, Any], id: str) -> Question:
+def read_question(columns: Mapping[str, Any], id: str) -> Question:
     """Read the question of an rl row.
 
     Raises:
         Refused: The row is broken, has no answer, or is not about one video.
     """
-    read = _checked(_QuestionRow, row)
+    read = _checked(_QuestionColumns, columns)
     turns = [turn for turn in read.prompt if turn.role != "system"]
     if [turn.role for turn in turns] != ["user"] or not isinstance(turns[0].content, str):
         raise Refused(Reason.BROKEN, "prompt is not one user turn of text")
@@ -351,12 +351,12 @@ class _Turn:
 
 
 def read_conversation(
-    row: Mapping[str, Any], id: str, source: str, limits: ProtocolSettings, look: Look
+    columns: Mapping[str, Any], id: str, source: str, limits: ProtocolSettings, look: Look
 ) -> Conversation:
     """Read the conversation of an sft row.
 
     Args:
-        row: The row's columns.
+        columns: The columns of an sft table.
         id: Id of the conversation.
         source: Name of its split.
         limits: Limits of the protocol, which the conversation must keep.
@@ -367,7 +367,7 @@ def read_conversation(
         Refused: The row is broken, or the protocol cannot express it.
         VideoError: From `look`.
     """
-    messages, names = _read_messages(_checked(_ConversationRow, row).messages)
+    messages, names = _read_messages(_checked(_ConversationColumns, columns).messages)
     split = [turn for message in messages if message.role != "system" for turn in _split(message)]
     turns = _arrange(split, limits, [name for name in names if name != VIDEO_NAME])
     shown_files = [part for turn in turns for part in turn.parts if isinstance(part, _File)]
@@ -574,17 +574,17 @@ def _hide_paths(text: str, names: Mapping[str, str]) -> str:
     paths = "|".join(re.escape(path) for path in sorted(names, key=len, reverse=True))
     # Whole paths only: with the video "a", the text "what a/b" stays as it is.
     pattern = rf"(?:file://|(?<![\w/.-]))({paths})(?![\w/-])"
-    return re.sub(pattern, lambda found: names[found[1]], text)
+    return re.sub(pattern, lambda match: names[match[1]], text)
 
 
-def _checked(kind: type[_Columns], row: Mapping[str, Any]) -> _Columns:
-    """Validate a row.
+def _checked(kind: type[_Columns], columns: Mapping[str, Any]) -> _Columns:
+    """Validate the columns of an example.
 
     Raises:
         Refused: It is not of the published schema.
     """
     try:
-        return kind.model_validate(dict(row))
+        return kind.model_validate(dict(columns))
     except pydantic.ValidationError as error:
         first = error.errors(include_input=False)[0]
         field = ".".join(map(str, first["loc"]))

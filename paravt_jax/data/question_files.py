@@ -155,8 +155,8 @@ def read_questions(
         ValueError: The file has another ending, or a bad row. The message names its line.
     """
     path = pathlib.Path(file)
-    read_rows = _READERS.get(path.suffix)
-    if read_rows is None:
+    read_table = _READERS.get(path.suffix)
+    if read_table is None:
         endings = ", ".join(_READERS)
         raise ValueError(f"questions: {path}; its name ends in none of {endings}: save it as one")
     if not path.is_file():
@@ -167,7 +167,7 @@ def read_questions(
     questions: dict[str, Question] = {}
     line = 0
     try:
-        for line, row in read_rows(text):
+        for line, row in read_table(text):
             question = _question(row, line, read_subtitles)
             if question.id in questions:
                 raise _bad("id", question.id, "another row has the same id: change one")

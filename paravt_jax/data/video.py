@@ -27,6 +27,7 @@ from PIL import Image, ImageOps
 
 from paravt_jax.data import media_files
 from paravt_jax.data.frames import (
+    PixelRules,
     ReadFrames,
     ReadTask,
     VideoError,
@@ -36,7 +37,6 @@ from paravt_jax.data.frames import (
     resize,
     shown,
 )
-from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.video_index import VideoIndex, decode, index_of, video_stream
 
 try:

@@ -29,11 +29,16 @@ import numpy as np
 from jaxtyping import UInt8
 
 from paravt_jax.checks import require_at_least, require_share
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.frames import ReadFrames, ReadTask, VideoInfo, carry_out, read_now, shown
-from paravt_jax.data.sizes import PixelRules
-from paravt_jax.data.stored_json import read_json
-from paravt_jax.data.stored_settings import require_same
+from paravt_jax.data.frames import (
+    PixelRules,
+    ReadFrames,
+    ReadTask,
+    VideoInfo,
+    carry_out,
+    read_now,
+    shown,
+)
+from paravt_jax.data.stored import read_json, require_same, write_atomically
 
 # Times are in seconds.
 SECONDS = 128

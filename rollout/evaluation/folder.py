@@ -14,8 +14,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_settings import lock, require_same
+from paravt_jax.data.stored import lock, require_same, write_atomically
 from paravt_jax.processes.exit_codes import UserError
 
 Line = dict[str, Any]

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paravt_jax.data.frames import VideoInfo, overview_indices, window_indices
-from paravt_jax.data.sizes import smart_resize
+from paravt_jax.data.frames import VideoInfo, overview_indices, smart_resize, window_indices
 from tests.golden.excuses import Excuse
 
 FACTOR = 32  # patch size 16 x merge size 2: the grid of the models here

@@ -30,9 +30,8 @@ from models.weights import folder as hf_folder
 from models.weights import hf, hf_layout, tensor_file
 from models.weights.hf_config import to_hf
 from paravt_jax.data import tokenizer_file
-from paravt_jax.data.atomic import appearing
-from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.foreign import ForeignFileError
+from paravt_jax.data.stored import SUMS, appearing
 from tests.models.packed_frames import packed_layout
 from tests.noisy_model import noisy_model
 
@@ -343,7 +342,7 @@ def test_a_failed_save_leaves_nothing_and_an_existing_folder_stays(model, tmp_pa
 
 KILLED = """
     import os, pathlib, signal, sys
-    from paravt_jax.data.atomic import appearing
+    from paravt_jax.data.stored import appearing
     with appearing(pathlib.Path(sys.argv[1])) as folder:
         (folder / "model.safetensors").write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)

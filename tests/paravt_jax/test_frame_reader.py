@@ -20,8 +20,8 @@ from paravt_jax.data.frames import (
     VideoError,
     overview_indices,
     resize,
+    smart_resize,
 )
-from paravt_jax.data.sizes import smart_resize
 
 
 @pytest.fixture(scope="module")

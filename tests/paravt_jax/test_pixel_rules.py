@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from paravt_jax.data.frames import resize, shown
-from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.frames import PixelRules, resize, shown
 
 LARGE = PixelRules(max_pixels=602_112)
 

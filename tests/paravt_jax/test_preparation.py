@@ -24,16 +24,16 @@ from PIL import Image
 
 from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.data import tokenizer_file
+from paravt_jax.data.example_reading import Example, Reading, read_example
 from paravt_jax.data.preparation import (
     LEFT_OUT,
     SET,
     Summary,
+    examples_of_tables,
     open_prepared,
-    prepare_rows,
-    rows_of_tables,
+    prepare_examples,
 )
 from paravt_jax.data.published import Reason
-from paravt_jax.data.row_reading import Reading, RowTask, read_row
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.conversations import render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
@@ -109,9 +109,9 @@ def run(
     check=lambda: None,
     deadline: float = 120,
 ):
-    rows = rows_of_tables(files / "annotations")
-    with Workers(functools.partial(read_row, reading), 2, deadline) as pool:
-        return prepare_rows(rows, folder, reading, pool, check)
+    rows = examples_of_tables(files / "annotations")
+    with Workers(functools.partial(read_example, reading), 2, deadline) as pool:
+        return prepare_examples(rows, folder, reading, pool, check)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def test_an_interrupted_preparation_resumes(folder, prepared, files, tmp_path, m
 
     read = []
 
-    def submit(pool: Workers, task: RowTask, priority: int = 0):
+    def submit(pool: Workers, task: Example, priority: int = 0):
         read.append(task.id)
         return original(pool, task, priority)
 
@@ -365,7 +365,7 @@ def test_a_set_without_usable_rows_is_an_error_with_the_reason(small_vocabulary,
     with pytest.raises(ValueError, match=r"none of 2 rows .*2 missing video.*left_out.jsonl"):
         run(tmp_path, tmp_path / "out", reading_of(tmp_path))
     with pytest.raises(FileNotFoundError, match="parquet"):
-        rows_of_tables(tmp_path / "media")
+        examples_of_tables(tmp_path / "media")
 
 
 def test_unreadable_rows_are_counted_and_the_others_kept(small_world, small_vocabulary, tmp_path):
@@ -398,7 +398,7 @@ def read_one(small_world, small_vocabulary, tmp_path):
     def read(row, **limits):
         settings = ProtocolSettings(**limits)
         reading = Reading(str(small_world.folder), str(tmp_path), DIALECT, settings)
-        return read_row(reading, RowTask("x:0", "x", row))
+        return read_example(reading, Example("x:0", "x", row))
 
     return read
 

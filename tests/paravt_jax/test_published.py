@@ -16,7 +16,7 @@ from paravt_jax.data.published import (
     open_table,
     read_conversation,
     read_question,
-    read_rows,
+    read_table,
 )
 from paravt_jax.method.conversations import ChatTurn, Clip, render
 from paravt_jax.method.protocol import VIDEO_NAME, Protocol, ProtocolSettings, render_call
@@ -60,19 +60,19 @@ def read(messages):
 
 def test_columns_decide_the_kind_of_a_file_and_its_name_the_split(tmp_path):
     rl = open_table(write_rl(tmp_path, [rl_row(A)] * 3))
-    assert (rl.rl, rl.split, rl.rows) == (True, "diverse", 3)
+    assert (rl.rl, rl.split, rl.count) == (True, "diverse", 3)
     sft = open_table(write_sft(tmp_path, [answered(A)] * 2, "paravt_sft_videor1_50k.parquet"))
-    assert (sft.rl, sft.split, sft.rows) == (False, "videor1", 2)
+    assert (sft.rl, sft.split, sft.count) == (False, "videor1", 2)
     assert open_table(write_sft(tmp_path, [answered(A)], "my_own.parquet")).split == "my_own"
-    assert list(read_rows(sft)) == [{"messages": json.dumps(answered(A), ensure_ascii=False)}] * 2
-    assert list(read_rows(rl, batch=2)) == [rl_row(A)] * 3
+    assert list(read_table(sft)) == [{"messages": json.dumps(answered(A), ensure_ascii=False)}] * 2
+    assert list(read_table(rl, batch=2)) == [rl_row(A)] * 3
 
 
 @pytest.mark.parametrize("bad", [b"\xff\xfe", b"a\xff"])
 def test_a_file_with_a_text_that_is_not_utf8_is_refused_by_name(tmp_path, bad):
     table = open_table(write_bytes(tmp_path, [b"[]", bad], "a.parquet"))
     with pytest.raises(ValueError, match=r"a\.parquet: not a readable .*utf-8.*download it again"):
-        list(read_rows(table))
+        list(read_table(table))
 
 
 def test_other_files_are_refused_by_name(tmp_path):

@@ -16,8 +16,7 @@ import scipy.ndimage
 from paravt_extras.scenes import ask, demonstrate, film, sprites, storyboard
 from paravt_extras.scenes.storyboard import FPS, PLACES, Chapter, Moment, SceneVideo, Vehicle
 from paravt_jax.data import video
-from paravt_jax.data.frames import overview_indices, window_indices
-from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.frames import PixelRules, overview_indices, window_indices
 from paravt_jax.method.accuracy import accuracy, overlap, read_range
 from paravt_jax.method.records import Question, QuestionKind
 

@@ -8,7 +8,7 @@ from typing import Any, NotRequired
 import pytest
 from typing_extensions import TypedDict
 
-from paravt_jax.data.stored_json import (
+from paravt_jax.data.stored import (
     DamagedFileError,
     has_checksum,
     mismatch,

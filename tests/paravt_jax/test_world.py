@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from paravt_jax.data import video
-from paravt_jax.data.frames import ReadTask
-from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.frames import PixelRules, ReadTask
 from paravt_jax.world import videos as world
 
 

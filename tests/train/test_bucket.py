@@ -15,7 +15,7 @@ import pytest
 
 from configs.paravt_tiny import paravt_tiny
 from paravt_jax.data.any_path import any_path
-from paravt_jax.data.stored_json import DamagedFileError
+from paravt_jax.data.stored import DamagedFileError
 from train.durable import lease as leases
 from train.durable.bucket import (
     MANIFEST,

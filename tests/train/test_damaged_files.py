@@ -12,7 +12,7 @@ from paravt_extras.report import __main__ as report
 from paravt_extras.report.page import write_report
 from paravt_extras.report.result import checks, judged, read_curve, read_evaluation, read_result
 from paravt_extras.summary import main as summarise
-from paravt_jax.data.stored_json import DamagedFileError
+from paravt_jax.data.stored import DamagedFileError
 from train.durable.metrics import MetricsWriter, read_metrics
 
 Read = Callable[[pathlib.Path], object]

@@ -9,7 +9,7 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
-from paravt_jax.data.stored_json import write_checked_json
+from paravt_jax.data.stored import write_checked_json
 from tests.train.homes import Steps, open_home
 from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.metrics import read_metrics

@@ -18,10 +18,9 @@ from models.features import FrameFeatures, FrameSettings
 from models.sharding import make_mesh
 from paravt_jax.data import tokenizer_file, video
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.frames import ReadTask
+from paravt_jax.data.frames import PixelRules, ReadTask
 from paravt_jax.data.preparation import LEFT_OUT
-from paravt_jax.data.sizes import PixelRules
-from paravt_jax.data.stored_settings import lock
+from paravt_jax.data.stored import lock
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind

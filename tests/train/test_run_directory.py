@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from configs.paravt_8b import paravt_8b
-from paravt_jax.data.stored_settings import as_json
+from paravt_jax.data.stored import as_json
 from tests.damaged import damaged_versions
 from train.durable.run_folder import (
     FORMAT,

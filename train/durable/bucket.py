@@ -17,7 +17,7 @@ from typing import Any
 import fsspec.core
 
 from paravt_jax.data.any_path import AnyPath, any_path, is_bucket
-from paravt_jax.data.stored_json import DamagedFileError, parse_json
+from paravt_jax.data.stored import DamagedFileError, parse_json
 from paravt_jax.processes.exit_codes import TEMPORARY, UserError
 
 MANIFEST = "files.json"

@@ -30,7 +30,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from models.fingerprint import array_fingerprints, host_fingerprint
 from paravt_jax.data.any_path import any_path
-from paravt_jax.data.stored_settings import as_json, require_same
+from paravt_jax.data.stored import as_json, require_same
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import TEMPORARY, UserError
 from train.durable.bucket import BucketError, named_errors

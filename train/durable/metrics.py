@@ -25,8 +25,7 @@ from typing import Any, SupportsFloat
 import tensorboardX
 from typing_extensions import TypedDict
 
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_json import parse_json
+from paravt_jax.data.stored import parse_json, write_atomically
 from paravt_jax.processes import hosts
 
 PHASE_TITLES = {
@@ -71,7 +70,7 @@ def read_jsonl(path: str | os.PathLike[str], kind: Any = dict[str, Any]) -> list
 
     Args:
         path: the file.
-        kind: the type of each line; see `paravt_jax.data.stored_json.mismatch`.
+        kind: the type of each line; see `paravt_jax.data.stored.mismatch`.
 
     Raises:
         DamagedFileError: another line is no JSON object. A killed writer cannot cause that.

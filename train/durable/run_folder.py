@@ -23,8 +23,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from paravt_jax.data.any_path import AnyPath, any_path, is_bucket, user_folder
-from paravt_jax.data.stored_json import DamagedFileError, parse_checked_json, write_checked_json
-from paravt_jax.data.stored_settings import as_json, lock, require_same
+from paravt_jax.data.stored import (
+    DamagedFileError,
+    as_json,
+    lock,
+    parse_checked_json,
+    require_same,
+    write_checked_json,
+)
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import UserError
 from train.durable.bucket import BucketFiles, copy_checkpoint, is_complete, named_errors

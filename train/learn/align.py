@@ -24,8 +24,7 @@ from models.model import VisionLanguageModel
 from models.vision import PatchLayout, frame_layout, patchify
 from paravt_jax.checks import require_above, require_at_least
 from paravt_jax.data import video
-from paravt_jax.data.frames import VideoError, shown
-from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.frames import PixelRules, VideoError, shown
 from paravt_jax.method.records import Caption
 from paravt_jax.method.tokenizer import Vocabulary
 from train.durable.saver import Saver

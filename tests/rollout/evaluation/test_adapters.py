@@ -12,7 +12,7 @@ import pytest
 from models import peft_folder
 from models.lora import LoRASettings, add_adapters, merge_adapters
 from models.weights import hf
-from paravt_jax.data.file_sums import SUMS
+from paravt_jax.data.stored import SUMS
 from paravt_jax.method.protocol import ProtocolSettings
 from rollout import evaluate as command
 from rollout.evaluation.folder import read_json

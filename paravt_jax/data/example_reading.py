@@ -1,4 +1,4 @@
-"""Reads one row of a source in a worker process: to a record, or why it is left out.
+"""Reads one example of a source in a worker process: to a record, or why it is left out.
 
 Every worker process imports this module, so its imports have to be few.
 """
@@ -14,7 +14,14 @@ import numpy as np
 from jaxtyping import Int64
 
 from paravt_jax.data import tokenizer_file, video
-from paravt_jax.data.frames import VideoError, VideoInfo, join, overview_indices, window_indices
+from paravt_jax.data.frames import (
+    PixelRules,
+    VideoError,
+    VideoInfo,
+    join,
+    overview_indices,
+    window_indices,
+)
 from paravt_jax.data.published import (
     Reason,
     Refused,
@@ -23,7 +30,6 @@ from paravt_jax.data.published import (
     require_earnable,
     require_in_video,
 )
-from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.workers import DeadlineError
 from paravt_jax.method.conversations import Clip, Conversation, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
@@ -34,7 +40,7 @@ from paravt_jax.method.tools.crop_video import CROP_FPS, resolve_window
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Settings of the conversion of rows to records."""
+    """Settings of the conversion of examples to records."""
 
     root: str
     """Folder to which relative video paths refer."""
@@ -51,7 +57,7 @@ class Reading:
     crop_rules: PixelRules = PixelRules()
     """How frames of crops are resized."""
     annotations: str = ""
-    """Source of the rows, as the settings name it."""
+    """Source of the examples, as the settings name it."""
     media: str = ""
     """Source of the videos and pictures, as the settings name it."""
 
@@ -62,23 +68,23 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowTask:
-    """A row to read."""
+class Example:
+    """An example to read."""
 
     id: str
     source: str
-    row: dict[str, Any] | Question
-    """The columns of a published row, or your own question."""
+    content: dict[str, Any] | Question
+    """The columns of a published table, or your own question."""
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadRow:
-    """A row that is used for training, or the reason why it is not."""
+class Outcome:
+    """An example that is used for training, or the reason why it is not."""
 
     id: str
     source: str
     record: Question | Conversation | None = None
-    """None: the row is left out."""
+    """None: the example is left out."""
     longest: float = 0.0
     """Duration of its longest video, in seconds."""
     sizes: tuple[tuple[int, int], ...] = ()
@@ -87,36 +93,38 @@ class ReadRow:
     detail: str = ""
 
 
-def read_row(reading: Reading, task: RowTask) -> ReadRow:
-    """Read one row, and check that its videos can be decoded."""
+def read_example(reading: Reading, example: Example) -> Outcome:
+    """Read one example, and check that its videos can be decoded."""
     checker = VideoChecker(reading)
     try:
-        record = _record(task, checker)
+        record = _record(example, checker)
     except Refused as refused:
-        return ReadRow(task.id, task.source, reason=refused.reason, detail=refused.detail)
+        return Outcome(example.id, example.source, reason=refused.reason, detail=refused.detail)
     except VideoError as error:
         reason = Reason.MISSING if error.reason == "no such file" else Reason.UNREADABLE
-        return ReadRow(task.id, task.source, reason=reason, detail=str(error))
+        return Outcome(example.id, example.source, reason=reason, detail=str(error))
     longest = max(checker.seconds.values(), default=0.0)
-    return ReadRow(task.id, task.source, record, longest, tuple(checker.sizes.values()))
+    return Outcome(example.id, example.source, record, longest, tuple(checker.sizes.values()))
 
 
-def unread_row(task: RowTask, error: Exception) -> ReadRow:
-    """Return a row that no worker could finish: it took too long, or crashed its process."""
+def unread_example(example: Example, error: Exception) -> Outcome:
+    """Return what becomes of an example that took too long, or crashed its process."""
     reason = Reason.SLOW if isinstance(error, DeadlineError) else Reason.UNREADABLE
-    return ReadRow(task.id, task.source, reason=reason, detail=str(error))
+    return Outcome(example.id, example.source, reason=reason, detail=str(error))
 
 
-def _record(task: RowTask, checker: VideoChecker) -> Question | Conversation:
-    if isinstance(task.row, Question):
-        question = task.row
-    elif "messages" in task.row:
+def _record(example: Example, checker: VideoChecker) -> Question | Conversation:
+    if isinstance(example.content, Question):
+        question = example.content
+    elif "messages" in example.content:
         reading = checker.reading
-        found = read_conversation(task.row, task.id, task.source, reading.limits, checker)
-        trajectory = render(found, _protocol(reading), reading.tokens)
-        return dataclasses.replace(found, tokens=len(trajectory.ids))
+        conversation = read_conversation(
+            example.content, example.id, example.source, reading.limits, checker
+        )
+        trajectory = render(conversation, _protocol(reading), reading.tokens)
+        return dataclasses.replace(conversation, tokens=len(trajectory.ids))
     else:
-        question = read_question(task.row, task.id)
+        question = read_question(example.content, example.id)
     require_earnable(question)
     checker(question.video, False, None)
     # A picture has no duration.
@@ -125,7 +133,7 @@ def _record(task: RowTask, checker: VideoChecker) -> Question | Conversation:
 
 
 class VideoChecker:
-    """Chooses which frames of a row's files are shown, and checks that they can be decoded."""
+    """Chooses which frames of an example's files are shown, and checks that they can be decoded."""
 
     def __init__(self, reading: Reading):
         self.reading = reading
@@ -139,7 +147,7 @@ class VideoChecker:
 
         Args:
             path: The file, absolute or relative to the root.
-            picture: Whether the row calls it a picture.
+            picture: Whether the example calls it a picture.
             call: The call whose window is shown; None for an overview of the whole video.
 
         Raises:
@@ -148,7 +156,7 @@ class VideoChecker:
         """
         file = str(join(self.reading.root, path))
         info = _probe(file)
-        # Some rows name a picture as their video.
+        # Some examples name a picture as their video.
         still = picture or video.is_picture(path)
         if still:
             indices = np.zeros(1, np.int64)
@@ -179,16 +187,16 @@ class VideoChecker:
         return overview_indices(info.frames, min(self.reading.frames, count))
 
     def _window(self, info: VideoInfo, call: CropCall) -> Int64[np.ndarray, " m"]:
-        found = resolve_window(call, info.duration)
-        if isinstance(found, FailedCall):
+        resolved = resolve_window(call, info.duration)
+        if isinstance(resolved, FailedCall):
             raise Refused(
-                Reason.PROTOCOL, f"a call of {call.start:g} to {call.end:g} s: {found.reason}"
+                Reason.PROTOCOL, f"a call of {call.start:g} to {call.end:g} s: {resolved.reason}"
             )
-        window, limits = found.window, self.reading.limits
+        window, limits = resolved.window, self.reading.limits
         return window_indices(info, window.start, window.end, CROP_FPS, limits.crop_frames)
 
 
-# One row may name a file several times, and neighbouring rows often name the same file.
+# One example may name a file several times, and neighbours often name the same file.
 @functools.lru_cache(maxsize=8)
 def _probe(file: str) -> VideoInfo:
     return video.probe(file)
@@ -200,7 +208,7 @@ def _require_decodable(file: str, first: int, last: int) -> None:
     video.read(file, [first, last])
 
 
-# A worker process reads rows with one tokenizer only.
+# A worker process has one tokenizer only.
 @functools.lru_cache(maxsize=1)
 def _protocol(reading: Reading) -> Protocol:
     return Protocol(tokenizer_file.load(reading.tokenizer, reading.dialect), reading.limits)

@@ -1,0 +1,370 @@
+"""Stores what must be found again: atomic writes, JSON with checksums, settings, locks, sums.
+
+Files of a run are written so that a crash never leaves a partial one. Their JSON is checked against
+a type: a file that is whole JSON but holds something else, such as `[]` or `3`, ends in one line
+that names the file, the field and the remedy. Files that other files are judged by hold a checksum
+of themselves in their first line, since a flipped bit in the name of a field could switch off what
+the field is for:
+
+    {"checksum": 2769471837,
+     "steps": {"sft": ...
+
+Runs, checkpoints, prepared sets, rendered worlds and evaluations can be resumed. Each stores its
+settings, and a process with other settings is refused: it would mix two kinds of results.
+
+`sums.json` lists the checksums of a folder's other files, which tell damaged files from sound ones:
+
+    {"checksum": 3519214577,
+     "state/d/1f0a": {"bytes": 7663, "crc32": [2769471837]}, ...}
+
+A file has one CRC-32 per 64 MiB. It finds every flipped bit and every damaged stretch of up to 32
+bits, and misses one in 2^32 of all other damages. It is no protection against forgery.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import pathlib
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TextIO
+
+import pydantic
+from typing_extensions import TypedDict
+
+# --- atomic writes ---
+
+
+def write_atomically(file: pathlib.Path, text: str) -> None:
+    """Replace the contents of `file` with `text` in UTF-8. Readers see the old text or the new one.
+
+    The text first goes to a file of the same name plus ".tmp" in the same folder, which must exist.
+    """
+    unfinished = file.with_name(file.name + ".tmp")
+    with unfinished.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        # Without the fsync a power cut could leave the new name pointing at an empty file: the
+        # rename may reach the disk before the data does.
+        os.fsync(stream.fileno())
+    os.replace(unfinished, file)
+
+
+@contextlib.contextmanager
+def appearing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Return a hidden folder to fill. It becomes `folder` if the block succeeds, and is deleted if
+    not.
+
+    So `folder` is always complete, even if the process is killed. A killed writer leaves its hidden
+    folder behind, which the next writer of the same folder deletes: there must be only one at a
+    time.
+    """
+    temporary = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        # Contents first, then names: after a power failure, `folder` must not exist without its
+        # contents.
+        for path in (*temporary.rglob("*"), temporary):
+            _sync(path)
+        os.replace(temporary, folder)
+        _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _sync(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- JSON ---
+
+_MARK = b'{"checksum": '
+
+
+class DamagedFileError(ValueError):
+    """A file of a run does not hold what the run wrote; the message is one line."""
+
+
+def read_json(file: pathlib.Path, kind: Any, remedy: str) -> Any:
+    """Read a JSON file of a run.
+
+    Args:
+        file: The file.
+        kind: The type of its content; see `mismatch`.
+        remedy: What to do about a damaged file.
+
+    Raises:
+        OSError: The file cannot be read.
+        DamagedFileError: It holds something else.
+    """
+    return parse_json(file.read_bytes(), str(file), kind, remedy)
+
+
+def write_checked_json(
+    file: pathlib.Path, content: Mapping[str, Any], indent: int | None = None
+) -> None:
+    """Write a JSON object with a checksum of itself, atomically."""
+    rest = json.dumps(content, indent=indent).removeprefix("{").lstrip("\n") + "\n"
+    write_atomically(file, f"{_first_line(rest.encode()).decode()}\n{rest}")
+
+
+def read_checked_json(file: pathlib.Path, kind: Any, remedy: str) -> Any:
+    """Read what `write_checked_json` wrote; see `read_json`.
+
+    Files of earlier versions, which have no checksum, are read as they are.
+    """
+    return parse_checked_json(file.read_bytes(), str(file), kind, remedy)
+
+
+def parse_checked_json(content: bytes, name: str, kind: Any, remedy: str) -> Any:
+    """Parse what `write_checked_json` wrote; `name` is that of its file. See `read_json`."""
+    if has_checksum(content):
+        first, _, rest = content.partition(b"\n")
+        if first != _first_line(rest):
+            raise DamagedFileError(f"{name}: damaged: its checksum is wrong; {remedy}")
+        content = b"{" + rest
+    return parse_json(content, name, kind, remedy)
+
+
+def has_checksum(content: bytes) -> bool:
+    """Return whether a file has, or had before it was damaged, a checksum of itself."""
+    first = content.partition(b"\n")[0]
+    # Earlier versions wrote "{" into the first line, or all of the content.
+    return first.startswith(_MARK) or first.endswith(b",")
+
+
+def _first_line(rest: bytes) -> bytes:
+    return _MARK + b"%d," % zlib.crc32(rest)
+
+
+def parse_json(content: bytes, name: str, kind: Any, remedy: str) -> Any:
+    """Parse JSON that a run wrote; `name` is that of its file. See `read_json`."""
+    try:
+        value = json.loads(content)
+    # ValueError: not JSON or not UTF-8. RecursionError: nested too deeply.
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{name}: damaged: not JSON ({error}); {remedy}") from error
+    wrong = mismatch(value, kind)
+    if wrong:
+        raise DamagedFileError(f"{name}: damaged: {wrong}; {remedy}")
+    return value
+
+
+def mismatch(value: Any, kind: Any) -> str:
+    """Return the first place where a JSON value is not of a type, in words; "" if there is none.
+
+    Args:
+        value: What JSON was read to.
+        kind: Anything that pydantic knows, such as a `TypedDict`, which may have other keys, too.
+    """
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        return f"{where}: {first['msg']}"
+    return ""
+
+
+_adapter = functools.cache(pydantic.TypeAdapter)
+
+
+# --- settings and locks ---
+
+_ABSENT = "(absent)"
+# Upper bound on the differing fields that a message lists.
+_MAX_NAMED_FIELDS = 20
+
+
+def as_json(value: Any, name: str) -> Any:
+    """Return `value` as JSON reads it back; tuples become lists.
+
+    Args:
+        value: The value to store.
+        name: What to call it in an error message.
+
+    Raises:
+        TypeError: JSON cannot hold the value.
+    """
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} has to be a JSON value (number, text, None, list, dict): {error}."
+        ) from error
+
+
+def require_same(
+    what: str,
+    stored: dict[str, Any],
+    wanted: dict[str, Any],
+    remedy: str,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise `error`, with one line per differing field, unless both settings are equal.
+
+    Args:
+        what: Start of the message, such as "runs/x holds a run of other settings".
+        stored: Settings read from disk.
+        wanted: Requested settings, as JSON reads them back.
+        remedy: Last line of the message.
+        error: Type of the exception.
+    """
+    old, new = _flat(stored), _flat(wanted)
+    lines = [
+        f"  {name}: {old.get(name, _ABSENT)} -> {new.get(name, _ABSENT)}"
+        for name in old | new
+        if old.get(name) != new.get(name)
+    ]
+    if len(lines) > _MAX_NAMED_FIELDS:
+        lines[_MAX_NAMED_FIELDS:] = [f"  and {len(lines) - _MAX_NAMED_FIELDS} more"]
+    if lines:
+        raise error("\n".join([f"{what} (stored -> wanted):", *lines, remedy]))
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Flatten nested dicts to dotted names and JSON texts: {"a": {"b": 1}} gives {"a.b": "1"}."""
+    if not isinstance(value, dict) or (prefix and not value):
+        # Compare texts, because NaN != NaN. Lists and empty dicts are compared as a whole.
+        return {prefix: json.dumps(value)}
+    flat: dict[str, str] = {}
+    for key, item in value.items():
+        flat |= _flat(item, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+def lock(file: pathlib.Path, wait: bool = False) -> TextIO:
+    """Lock `file` until the returned stream is closed. The file is created if it does not exist.
+
+    Args:
+        file: The lock file. It contains the id of the process that holds the lock.
+        wait: Whether to wait while another process holds the lock.
+
+    Returns:
+        An open stream; also usable in a `with` block.
+
+    Raises:
+        BlockingIOError: Another process holds the lock, and `wait` is false.
+    """
+    # "a+" creates a missing file. Unlike "w", it keeps the holder's id until the lock is ours.
+    stream = file.open("a+", encoding="utf-8")
+    try:
+        # The kernel releases the lock when the process ends, so a killed process leaves no stale
+        # lock behind.
+        fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError as error:
+        stream.seek(0)
+        holder = stream.read().strip() or "unknown"
+        stream.close()
+        raise BlockingIOError(f"in use by another process (id {holder})") from error
+    # A forked worker inherits the open file, and would keep the lock after its parent has died.
+    os.register_at_fork(after_in_child=stream.close)
+    stream.truncate(0)
+    stream.write(str(os.getpid()))
+    stream.flush()
+    return stream
+
+
+def holder_of(file: pathlib.Path) -> str:
+    """Return the id of the process that has locked `file`, or ""; "unknown" if it left no id."""
+    if not file.exists():
+        return ""
+    # A shared lock is refused as well while `lock` holds the file, and needs no right to write.
+    with file.open(encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return stream.read().strip() or "unknown"
+    return ""
+
+
+# --- sums of files ---
+
+SUMS = "sums.json"
+
+_PIECE = 64 << 20  # bytes per checksum
+_THREADS = 4
+
+
+class Sum(TypedDict):
+    """Length of a file, and the checksums of its pieces."""
+
+    bytes: int
+    crc32: list[int]
+
+
+Sums = dict[str, Sum]
+
+
+def write_sums(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
+    """Write the sums of files below a folder.
+
+    Args:
+        folder: Gets the file of sums.
+        files: The files.
+    """
+    ordered = sorted(files)
+    names = [file.relative_to(folder).as_posix() for file in ordered]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sums = dict(zip(names, pool.map(_sum_of, ordered), strict=True))
+    write_checked_json(folder / SUMS, sums)
+
+
+def read_sums(folder: pathlib.Path) -> Sums | None:
+    """Return the sums of a folder; None if it has none, such as weights of others.
+
+    Raises:
+        DamagedFileError: The file of sums is damaged.
+    """
+    try:
+        return read_checked_json(folder / SUMS, Sums, "the files beside it cannot be verified")
+    except FileNotFoundError:
+        return None
+
+
+def find_damage(folder: pathlib.Path, sums: Sums, names: Sequence[str] | None = None) -> list[str]:
+    """Return what is wrong with the files of a folder, one text per file; [] if they are sound.
+
+    Args:
+        folder: The folder that `sums` belongs to.
+        sums: Its sums.
+        names: The files to read; None: all of them.
+    """
+    chosen = sorted(sums) if names is None else names
+    with ThreadPoolExecutor(_THREADS) as pool:
+        damage = pool.map(lambda name: _damage(folder / name, sums[name]), chosen)
+        return [f"{name}: {what}" for name, what in zip(chosen, damage, strict=True) if what]
+
+
+def _damage(file: pathlib.Path, expected: Sum) -> str:
+    try:
+        found = file.stat().st_size
+    except OSError:
+        return "missing"
+    # A wrong length needs no reading.
+    if found != expected["bytes"]:
+        return f"{found} bytes instead of {expected['bytes']}"
+    try:
+        return "" if _sum_of(file) == expected else "checksum is wrong"
+    except OSError:  # such as a bad sector
+        return "checksum is wrong"
+
+
+def _sum_of(file: pathlib.Path) -> Sum:
+    # Reading and zlib release Python's global lock.
+    with file.open("rb") as stream:
+        pieces = iter(lambda: stream.read(_PIECE), b"")
+        return {"bytes": file.stat().st_size, "crc32": [zlib.crc32(piece) for piece in pieces]}
