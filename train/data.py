@@ -19,6 +19,9 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from train.learn.in_flight import deal
 
+_Batch = tuple[tuple[int, ...], ...]
+"""Packed rows of conversation numbers."""
+
 
 @runtime_checkable
 class ReadsAhead(Protocol):
@@ -104,7 +107,7 @@ def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
             f"sft.row_tokens: {row_tokens}; none of {len(order)} conversations fits into a row: "
             "choose longer rows, or prepare data with sft rows (data.annotations)"
         )
-    # `pack` numbers conversations by their place in `order`; translate to numbers in `data`.
+    # `pack` numbers conversations by their position in `order`; translate to numbers in `data`.
     if packing.left_out and hosts.is_first():
         print(
             f"{len(packing.left_out)} of {len(order)} conversations are longer than sft.row_tokens "
@@ -116,7 +119,7 @@ def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
 
 def row_stream(
     data: Data, packing: Packing, reader: ReadsAhead | None, seed: int, rows: int, depth: int = 2
-) -> grain.DatasetIterator[Any] | Ahead[tuple[tuple[int, ...], ...]]:
+) -> grain.DatasetIterator[Any] | Ahead[_Batch, _Batch]:
     """Stream batches of packed rows without end.
 
     Args:
@@ -135,11 +138,12 @@ def row_stream(
     if reader is None:
         return batches
 
-    def prefetch(batch: Sequence[Sequence[int]]) -> None:
+    def prefetch(batch: _Batch) -> _Batch:
         for numbers in batch[hosts.share_of(len(batch))]:
             for conversation in data.row(numbers):
                 for clip in conversation.clips:
                     reader.ahead(data.root / clip.path, clip.indices, clip.crop)
+        return batch
 
     return Ahead(batches, depth, prefetch)
 
@@ -157,7 +161,7 @@ class QuestionStream:
             None: nothing is read in advance.
         seed: Decides the order of questions.
         group_size: Rollouts per question.
-        budgets: `budgets(step)` is the number of overview frames for each place of a step.
+        budgets: `budgets(step)` is the number of overview frames for each prompt of a step.
     """
 
     def __init__(
@@ -172,28 +176,27 @@ class QuestionStream:
         self._reader = reader
         self._group_size = group_size
         self._budgets = budgets
-        self._questions = Ahead(stream(data.questions, seed, 1))
+        self._questions: Ahead[Any, tuple[Question, ...]] = Ahead(stream(data.questions, seed, 1))
         self._drawn = 0
         # Overview frames that were requested for questions that are not drawn yet, by number.
         self._requested: dict[int, int] = {}
 
     def draw(self, step: int, prompts: Sequence[int] | None = None) -> tuple[Question, ...]:
-        """Draw a question for each prompt of a step, or for some of them, by number.
+        """Draw a question for each prompt of a step, or for some of them.
 
         Every process gets the same questions.
 
         Args:
             step: Number of the step, from 0.
-            prompts: Numbers of prompts in the step; None: all.
+            prompts: Numbers of prompts of the step; None: all.
         """
         budgets = self._budgets(step)
         prompts = range(len(budgets)) if prompts is None else prompts
-        self._read_ahead(budgets, prompts)
+        self._read_ahead([budgets[number] for number in prompts])
         drawn = tuple(question for _ in prompts for question in next(self._questions))
         self._drawn += len(drawn)
         self._requested = {n: k for n, k in self._requested.items() if n >= self._drawn}
-        upcoming = self._budgets(step + 1)
-        self._read_ahead(upcoming, range(len(upcoming)))
+        self._read_ahead(self._budgets(step + 1))
         return drawn
 
     def get_state(self) -> dict[str, Any]:
@@ -215,12 +218,12 @@ class QuestionStream:
         own = hosts.process_index()
         return {n // self._group_size for n, process in enumerate(dealt) if process == own}
 
-    def _read_ahead(self, budgets: Sequence[int], prompts: Sequence[int]) -> None:
-        """Request the overviews of the next questions, which will be these prompts."""
-        own = self._own(len(prompts))
-        upcoming = self._questions.peek(len(prompts))
-        for group, ((question,), prompt) in enumerate(zip(upcoming, prompts, strict=True)):
-            number, frames = self._drawn + group, budgets[prompt]
+    def _read_ahead(self, budgets: Sequence[int]) -> None:
+        """Request the overviews of the next questions, which will have these budgets."""
+        own = self._own(len(budgets))
+        upcoming = self._questions.peek(len(budgets))
+        for group, ((question,), frames) in enumerate(zip(upcoming, budgets, strict=True)):
+            number = self._drawn + group
             if self._reader is None or group not in own or self._requested.get(number) == frames:
                 continue
             self._requested[number] = frames

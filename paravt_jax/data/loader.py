@@ -59,45 +59,43 @@ class Resumable(Protocol[_Item]):
     def set_state(self, state: dict[str, Any]) -> None: ...
 
 
-class Ahead(Generic[_Record]):
-    """A stream that announces its next `depth` batches, so that their frames can be read in time.
+class Ahead(Generic[_Record, _Begun]):
+    """A stream that begins its next `depth` batches, so that their frames can be read in time.
 
     Args:
         source: The stream.
-        depth: Number of batches to look ahead; 0 announces a batch when it is returned.
-        start: Called once with every batch before it is returned.
+        depth: Number of batches to look ahead; 0 begins a batch when it is returned.
+        begin: Called once with every batch of the source, in order. This stream yields its results.
     """
 
     def __init__(
         self,
         source: Resumable[_Record],
         depth: int = 0,
-        start: Callable[[_Record], None] = lambda batch: None,
+        begin: Callable[[_Record], _Begun] = lambda batch: batch,
     ):
         self._source = source
         self._depth = depth
-        self._start = start
+        self._begin = begin
         # Each batch is kept with the state of the source before it. A checkpoint must resume at the
         # batch that is returned next, and the source itself has already moved on.
-        self._next: collections.deque[tuple[dict[str, Any], _Record]] = collections.deque()
+        self._next: collections.deque[tuple[dict[str, Any], _Begun]] = collections.deque()
 
-    def __iter__(self) -> Ahead[_Record]:
+    def __iter__(self) -> Ahead[_Record, _Begun]:
         return self
 
-    def __next__(self) -> _Record:
+    def __next__(self) -> _Begun:
         self.peek(self._depth + 1)
         _, batch = self._next.popleft()
-        # Announce the next batches now, so that they load while the caller works on this one.
+        # Begin the next batches now, so that they load while the caller works on this one.
         self.peek(self._depth)
         return batch
 
-    def peek(self, count: int) -> list[_Record]:
-        """Announce the next batches, and return them without taking them."""
+    def peek(self, count: int) -> list[_Begun]:
+        """Begin the next batches, and return them without taking them."""
         while len(self._next) < count:
             state = self._source.get_state()
-            batch = next(self._source)
-            self._start(batch)
-            self._next.append((state, batch))
+            self._next.append((state, self._begin(next(self._source))))
         return [batch for _, batch in itertools.islice(self._next, count)]
 
     def get_state(self) -> dict[str, Any]:
@@ -105,7 +103,7 @@ class Ahead(Generic[_Record]):
         return self._next[0][0] if self._next else self._source.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Resume at `state`. Batches that were read ahead are dropped."""
+        """Resume at `state`. Batches that were begun ahead are dropped."""
         self._next.clear()
         self._source.set_state(state)
 
@@ -124,9 +122,9 @@ class Pipeline(Generic[_Record, _Begun, _Batch]):
     it. Without it, a batch is prepared when it is asked for. Batches are the same either way.
 
     Args:
-        source: the stream of records.
-        begin: starts a batch.
-        finish: completes it.
+        source: The stream of records.
+        begin: Begins a batch.
+        finish: Completes it.
     """
 
     def __init__(
@@ -135,13 +133,10 @@ class Pipeline(Generic[_Record, _Begun, _Batch]):
         begin: Callable[[_Record], _Begun],
         finish: Callable[[_Begun], _Batch],
     ):
-        self._source = source
-        self._begin = begin
+        self._begun = Ahead(source, begin=lambda record: _attempt(lambda: begin(record)))
         self._finish = finish
-        # Each batch is kept with the state of the source before it, as in `Ahead`. An error takes
-        # the place of its batch.
-        self._begun: collections.deque[tuple[dict[str, Any], Future[_Begun]]] = collections.deque()
-        self._ready: collections.deque[tuple[dict[str, Any], Future[_Batch]]] = collections.deque()
+        # A batch and the state before it. An error takes the place of its batch.
+        self._ready: tuple[dict[str, Any], Future[_Batch]] | None = None
 
     def __iter__(self) -> Iterator[_Batch]:
         return self
@@ -149,7 +144,9 @@ class Pipeline(Generic[_Record, _Begun, _Batch]):
     def __next__(self) -> _Batch:
         """Return the next batch, or raise the error of its preparation."""
         self.prepare(1)
-        _, batch = self._ready.popleft()
+        assert self._ready is not None
+        _, batch = self._ready
+        self._ready = None
         return batch.result()
 
     def prepare(self, left: int) -> None:
@@ -157,31 +154,21 @@ class Pipeline(Generic[_Record, _Begun, _Batch]):
 
         No more than `left` batches, those that are still needed, are prepared.
         """
-        if left > 0 and not self._ready:
-            self._start()
-            state, begun = self._begun.popleft()
-            batch = _attempt(lambda: self._finish(begun.result()))
-            self._ready.append((state, batch))
+        if left > 0 and self._ready is None:
+            state = self._begun.get_state()
+            begun = next(self._begun)
+            self._ready = state, _attempt(lambda: self._finish(begun.result()))
         if left > 1:
-            self._start()
+            self._begun.peek(1)
 
     def get_state(self) -> dict[str, Any]:
         """Return the state from which `set_state` resumes with the batch that comes next."""
-        for waiting in (self._ready, self._begun):
-            if waiting:
-                return waiting[0][0]
-        return self._source.get_state()
+        return self._begun.get_state() if self._ready is None else self._ready[0]
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Resume at `state`. Batches that were prepared ahead are dropped."""
-        self._ready.clear()
-        self._begun.clear()
-        self._source.set_state(state)
-
-    def _start(self) -> None:
-        if not self._begun:
-            state = self._source.get_state()
-            self._begun.append((state, _attempt(lambda: self._begin(next(self._source)))))
+        self._ready = None
+        self._begun.set_state(state)
 
 
 def _attempt(make: Callable[[], _Batch]) -> Future[_Batch]:

@@ -94,8 +94,8 @@ _RULES = {
 }
 
 
-class _Row(pydantic.BaseModel):
-    """The columns of a row. Those that others are checked against come first."""
+class _Columns(pydantic.BaseModel):
+    """The columns of a line. Those that others are checked against come first."""
 
     model_config = pydantic.ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
@@ -136,7 +136,7 @@ class _Row(pydantic.BaseModel):
             raise ValueError(f"the letter of the right option: give one from A to {letters[-1]}")
         if kind is None and _BARE_LETTER.fullmatch(text):
             raise ValueError(
-                "a letter, but the row has no options: add them, or the kind oe if it has none"
+                "a letter, but there are no options: add them, or the kind oe if it has none"
             )
         return text
 
@@ -152,11 +152,11 @@ def read_questions(
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: The file has another ending, or a bad row. The message names its line.
+        ValueError: The file has another ending, or a bad line, whose number the message names.
     """
     path = pathlib.Path(file)
-    read_table = _READERS.get(path.suffix)
-    if read_table is None:
+    read_lines = _READERS.get(path.suffix)
+    if read_lines is None:
         endings = ", ".join(_READERS)
         raise ValueError(f"questions: {path}; its name ends in none of {endings}: save it as one")
     if not path.is_file():
@@ -167,10 +167,10 @@ def read_questions(
     questions: dict[str, Question] = {}
     line = 0
     try:
-        for line, row in read_table(text):
-            question = _question(row, line, read_subtitles)
+        for line, columns in read_lines(text):
+            question = _question(columns, line, read_subtitles)
             if question.id in questions:
-                raise _bad("id", question.id, "another row has the same id: change one")
+                raise _bad("id", question.id, "another line has the same id: change one")
             questions[question.id] = question
     except ValueError as error:
         raise ValueError(f"{path}, line {line}: {error}") from error
@@ -178,7 +178,7 @@ def read_questions(
         # For example, a cell is too long.
         raise ValueError(f"{path}, after line {line}: not CSV ({error}); correct it") from error
     if not questions:
-        raise ValueError(f"questions: {path}; it has no rows: write one question per row")
+        raise ValueError(f"questions: {path}; it has no questions: write one per line")
     return tuple(questions.values())
 
 
@@ -196,7 +196,7 @@ def require_unique_ids(questions: Sequence[Question]) -> None:
         seen.add(question.id)
 
 
-def _csv_rows(text: str) -> Iterator[tuple[int, Any]]:
+def _csv_lines(text: str) -> Iterator[tuple[int, Any]]:
     header = text.partition("\n")[0]
     # Where a comma is the decimal mark, spreadsheets write semicolons. No column has either.
     delimiter = max(",;", key=header.count)
@@ -204,44 +204,44 @@ def _csv_rows(text: str) -> Iterator[tuple[int, Any]]:
     columns = reader.fieldnames or ()
     if len(set(columns)) < len(columns):
         yield 1, header
-    for row in reader:
+    for cells in reader:
         # DictReader puts cells without a column under None, and None into columns without a cell.
-        if None in row or None in row.values():
-            yield reader.line_num, delimiter.join(map(str, row.values()))
-        yield reader.line_num, {name: cell for name, cell in row.items() if cell.strip()}
+        if None in cells or None in cells.values():
+            yield reader.line_num, delimiter.join(map(str, cells.values()))
+        yield reader.line_num, {name: cell for name, cell in cells.items() if cell.strip()}
 
 
-def _json_rows(text: str) -> Iterator[tuple[int, Any]]:
+def _json_lines(text: str) -> Iterator[tuple[int, Any]]:
     # splitlines() would also split at characters that JSON allows inside a text (U+2028).
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield number, _parsed(line)
 
 
-_READERS = {".csv": _csv_rows, ".jsonl": _json_rows}
+_READERS = {".csv": _csv_lines, ".jsonl": _json_lines}
 
 
 def _question(columns: Any, line: int, read_subtitles: _ReadSubtitles) -> Question:
     if not isinstance(columns, dict):
         rule = "it is no JSON object, or its cells are not those of the header: correct it"
-        raise _bad("row", columns, rule)
+        raise _bad("line", columns, rule)
     try:
-        row = _Row.model_validate({k: v for k, v in columns.items() if v is not None})
+        read = _Columns.model_validate({k: v for k, v in columns.items() if v is not None})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        # The input of a missing field is the whole row.
+        # The input of a missing field is the whole line.
         value = "" if first["type"] == "missing" else first["input"]
         rule = _RULES.get(first["type"], first["msg"].removeprefix("Value error, "))
         raise _bad(".".join(map(str, first["loc"])), value, rule) from None
     return Question(
-        id=row.id or str(line),
-        video=row.video,
-        text=row.question,
-        kind=row.kind or QuestionKind.OPEN_ENDED,
-        answer=row.answer,
-        options=row.options,
-        subtitles=read_subtitles(row.subtitles) if row.subtitles else (),
-        evidence=row.evidence,
+        id=read.id or str(line),
+        video=read.video,
+        text=read.question,
+        kind=read.kind or QuestionKind.OPEN_ENDED,
+        answer=read.answer,
+        options=read.options,
+        subtitles=read_subtitles(read.subtitles) if read.subtitles else (),
+        evidence=read.evidence,
     )
 
 

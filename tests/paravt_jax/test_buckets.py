@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import io
 import os
 import pathlib
 import uuid
-import zipfile
 
 import fsspec
 import pytest
 
-from paravt_jax.data import sources
 from paravt_jax.data.buckets import appearing_at, cache_folder, fetch_folder
 
 SERVER = ("moto", "s3fs", "flask", "flask_cors")
@@ -156,15 +153,3 @@ def test_an_unknown_scheme_is_refused():
     with pytest.raises(FileNotFoundError, match=r"^nonsense://a/b: .*fsspec supports"):
         with appearing_at("--to", "nonsense://a/b"):
             raise AssertionError("the block must not begin")
-
-
-def test_media_in_a_bucket_are_copied_and_unpacked(address, tmp_path):
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as file:
-        file.writestr("b/1.mp4", b"1")
-    write(address, {"a/0.mp4": b"0" * 5000, "b.zip": packed.getvalue(), "notes.txt": b"x"})
-    for _ in range(2):
-        root = sources.media_root(address, tmp_path)
-        videos = {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*.mp4")}
-        assert videos == {"a/0.mp4": b"0" * 5000, "b/1.mp4": b"1"}
-    assert not list(root.rglob("notes.txt"))

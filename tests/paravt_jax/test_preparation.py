@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import collections
-import datetime
 import functools
 import itertools
 import json
 import os
 import pathlib
-import re
 import shutil
 import signal
 import subprocess
@@ -17,8 +15,6 @@ import sys
 import time
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -33,7 +29,6 @@ from paravt_jax.data.preparation import (
     open_prepared,
     prepare_examples,
 )
-from paravt_jax.data.published import Reason
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.conversations import render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
@@ -219,16 +214,6 @@ def reasons_of(summary: Summary) -> collections.Counter[str]:
     return sum(map(collections.Counter, summary["sources"].values()), collections.Counter())
 
 
-def test_the_summary_counts_rows(prepared):
-    summary = prepared.summary
-    assert reasons_of(summary).total() == 13
-    assert reasons_of(summary)["missing video"] == 2
-    assert summary["sources"]["selftrace"] == {"kept": 2, "not in the protocol": 1}
-    assert sum(summary["sizes"].values()) >= 7
-    assert all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", size) for size in summary["sizes"])
-    assert 138 < summary["longest"] < 140
-
-
 def test_other_settings_are_refused(folder, files):
     with pytest.raises(ValueError, match="\n  frames: 64 -> 32\n"):
         open_prepared(folder, reading_of(files, frames=32))
@@ -358,16 +343,6 @@ def test_a_deadline_that_no_row_meets_leaves_all_rows_out(files, tmp_path):
     assert time.monotonic() - start < 300
 
 
-def test_a_set_without_usable_rows_is_an_error_with_the_reason(small_vocabulary, tmp_path):
-    tokenizer_file.save(small_vocabulary, tmp_path)
-    write_rl(tmp_path / "annotations", [rl_row(MISSING)] * 2)
-    (tmp_path / "media").mkdir()
-    with pytest.raises(ValueError, match=r"none of 2 rows .*2 missing video.*left_out.jsonl"):
-        run(tmp_path, tmp_path / "out", reading_of(tmp_path))
-    with pytest.raises(FileNotFoundError, match="parquet"):
-        examples_of_tables(tmp_path / "media")
-
-
 def test_unreadable_rows_are_counted_and_the_others_kept(small_world, small_vocabulary, tmp_path):
     """An unknown codec and a name that is too long, beside good rows."""
     tokenizer_file.save(small_vocabulary, tmp_path)
@@ -388,37 +363,3 @@ def test_unreadable_rows_are_counted_and_the_others_kept(small_world, small_voca
         assert reason in json.loads(line)["detail"]
     assert [question.video for question in found.questions] == ["good.mp4"] * 2
     assert len(found.conversations) == 2
-
-
-@pytest.fixture
-def read_one(small_world, small_vocabulary, tmp_path):
-    """A function that reads one row about a video of the small world."""
-    tokenizer_file.save(small_vocabulary, tmp_path)
-
-    def read(row, **limits):
-        settings = ProtocolSettings(**limits)
-        reading = Reading(str(small_world.folder), str(tmp_path), DIALECT, settings)
-        return read_example(reading, Example("x:0", "x", row))
-
-    return read
-
-
-def test_a_span_is_compared_with_its_video(read_one, small_world):
-    path = small_world.videos[0].path
-
-    def span(start: float, end: float):
-        return read_one(rl_row(path, "<video>When?", [start, end], "tvg"))
-
-    assert span(0, 2).record.answer == "[0, 2]"
-    for left_out in (span(2, 0), span(1000, 1002)):
-        assert (left_out.id, left_out.reason) == ("x:0", Reason.IMPOSSIBLE)
-
-
-def test_a_row_with_a_date_instead_of_a_text_is_left_out_as_broken(files, tmp_path):
-    annotations = tmp_path / "annotations"
-    annotations.mkdir()
-    row = rl_row(CAR) | {"extra_info": datetime.date(2026, 1, 1)}
-    table = pyarrow.Table.from_pylist([row])
-    pyarrow.parquet.write_table(table, annotations / "paravt_rl_dates.parquet")
-    with pytest.raises(ValueError, match=r"none of 1 rows can be used \(1 broken row\)"):
-        run(tmp_path, tmp_path / "set", reading_of(files))

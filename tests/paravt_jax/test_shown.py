@@ -103,12 +103,6 @@ def test_an_animation_is_not_taken_for_a_picture(tmp_path):
         video.probe(tmp_path / "clip.webp")
 
 
-def test_a_second_picture_in_a_phones_jpeg_is_no_animation(tmp_path):
-    pictures = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue")]
-    pictures[0].save(tmp_path / "clip.jpg", "MPO", save_all=True, append_images=pictures[1:])
-    assert video.read(tmp_path / "clip.jpg", [0])[0, 0, 0, 0] > 200
-
-
 def test_any_error_of_decord_leaves_the_file_to_pyav(tmp_path, monkeypatch):
     pytest.importorskip("decord")
     path = write(tmp_path / "clip.mp4", range(9))
@@ -124,17 +118,6 @@ def test_any_error_of_decord_leaves_the_file_to_pyav(tmp_path, monkeypatch):
 def test_times_that_contradict_the_pictures_are_refused_by_name(suffix, tmp_path):
     with pytest.raises(VideoError, match="timestamps contradict the order of its pictures"):
         video.read(unordered(tmp_path, suffix), range(60))
-
-
-def test_ffmpegs_lack_of_memory_is_one_of_the_file(tmp_path, monkeypatch):
-    path = write(tmp_path / "clip.mp4", range(9))
-
-    def fail(*_, **__):
-        raise av.error.MemoryError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(video.media_files.av, "open", fail)
-    with pytest.raises(VideoError, match="Cannot allocate memory"):
-        video.probe(path)
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path):

@@ -29,20 +29,6 @@ def archive(path, members):
             file.writestr(name, content)
 
 
-def test_a_buckets_files_are_copied_once(bucket, tmp_path):
-    copy = sources.fetch(bucket, tmp_path / "copy", ["*.parquet"])
-    # Hidden files beside them note their versions.
-    files = [path for path in copy.rglob("*.parquet") if path.is_file()]
-    contents = {str(path.relative_to(copy)): path.read_bytes() for path in files}
-    assert contents == {"rl.parquet": b"abc", "sft/a.parquet": b"de"}
-    # A file of the right size is kept, another one is copied again.
-    (copy / "rl.parquet").write_bytes(b"xyz")
-    (copy / "sft/a.parquet").write_bytes(b"of another size")
-    sources.fetch(bucket, tmp_path / "copy", ["*.parquet"])
-    assert (copy / "rl.parquet").read_bytes() == b"xyz"
-    assert (copy / "sft/a.parquet").read_bytes() == b"de"
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -86,16 +72,3 @@ def test_archives_are_unpacked_once_into_one_root(tmp_path):
     (root / "selfqa/a.mp4").write_bytes(b"another")
     sources.media_root(str(source), tmp_path / "out")
     assert (root / "selfqa/a.mp4").read_bytes() == b"another"
-
-
-def test_a_local_folder_is_itself(tmp_path):
-    assert sources.fetch(str(tmp_path), tmp_path / "copy", ["*.parquet"]) == tmp_path
-
-
-def test_a_bucket_without_its_package_names_the_package(tmp_path, monkeypatch):
-    def missing(address):
-        raise ImportError("Please install gcsfs")
-
-    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(ModuleNotFoundError, match="install gcsfs; .*pip"):
-        sources.fetch("gs://bucket/a", tmp_path, ["*.parquet"])

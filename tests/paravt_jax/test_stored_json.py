@@ -72,12 +72,6 @@ def test_a_damaged_file_is_one_line(tmp_path, content: bytes, words: str) -> Non
     assert words in message and "\n" not in message
 
 
-def test_a_sound_file_is_read(tmp_path) -> None:
-    file = tmp_path / "seconds.json"
-    file.write_text("3")
-    assert read_json(file, float, "delete it") == 3
-
-
 OBJECTS = [SOUND, {"n": 1, "rows": []}, {"n": 0, "rows": [{"x": 1.0}], "name": "caf\u00e9 \n,\n"}]
 
 
@@ -89,11 +83,6 @@ def test_a_checked_file_reads_back_equal_and_is_json(tmp_path, content, indent) 
     assert read_checked_json(file, Kind, "restore it") == content
     whole = json.loads(file.read_text())
     assert whole.pop("checksum") and whole == content
-
-
-def test_an_empty_object_reads_back_equal(tmp_path) -> None:
-    write_checked_json(tmp_path / "sums.json", {})
-    assert read_checked_json(tmp_path / "sums.json", dict[str, int], "restore it") == {}
 
 
 @pytest.mark.parametrize("indent", [None, 1])

@@ -88,26 +88,6 @@ def test_a_file_without_times_is_refused(text, tmp_path):
         read_srt(tmp_path / "talk.srt")
 
 
-@pytest.mark.parametrize("text", ["", "\n \n", HELLO.replace("Hello", "<i></i>")])
-def test_a_file_of_silence_has_no_entries(text, tmp_path):
-    (tmp_path / "talk.srt").write_text(text)
-    assert read_srt(tmp_path / "talk.srt") == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "\n\n",
-        "a\nb\nc\n",
-        "1\n00:00:01,000\nHello\n",
-        "1\nx 00:00:01,000 --> 00:00:02,000\nHello",
-    ],
-)
-def test_a_block_without_times_is_skipped(text):
-    assert parse_srt(text) == []
-
-
 _PIECES = st.sampled_from(
     [
         "1",

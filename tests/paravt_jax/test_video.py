@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import pickle
 from typing import Literal
 
 import av
@@ -78,50 +77,12 @@ def test_frames_come_in_the_order_asked_for(small_world):
     np.testing.assert_array_equal(video.read(path, order), everything[order])
 
 
-def test_both_decoders_agree_on_world_videos(small_world):
-    pytest.importorskip("decord")
-    path = small_world.folder / small_world.videos[1].path
-    wanted = [5, 50, 33, 63]
-    by_decord = video.read(path, wanted, decoder="decord")
-    np.testing.assert_array_equal(video.read(path, wanted), by_decord)
-
-
 def test_a_decoder_that_is_not_installed_is_refused(small_world, monkeypatch):
     monkeypatch.setattr(video, "decord", None)
     with pytest.raises(ValueError, match="decoder: decord.*pip install"):
         video.read(small_world.folder / small_world.videos[0].path, [0], decoder="decord")
     with pytest.raises(ValueError, match="reader.decoder: decord"):
         ReaderSettings(decoder="decord")
-
-
-def test_a_file_that_decord_cannot_open_is_read_by_pyav(small_world, monkeypatch):
-    decord = pytest.importorskip("decord")
-    path = small_world.folder / small_world.videos[1].path
-    expected = video.read(path, [7])
-
-    def refuse(*args, **kwargs):
-        raise decord.DECORDError("no")
-
-    monkeypatch.setattr("decord.VideoReader", refuse)
-    np.testing.assert_array_equal(video.read(path, [7], decoder="decord"), expected)
-
-
-def test_pyav_finds_far_frames_whatever_the_distance_of_keyframes(tmp_path):
-    for gop in ("300", "7", "1"):
-        path = make(tmp_path / f"{gop}.mp4", 320, {"g": gop, "bf": "2"})
-        everything = video.read(path, range(320))
-        wanted = [319, 0, 12, 13, 300, 150]
-        np.testing.assert_array_equal(video.read(path, wanted), everything[wanted])
-
-
-def test_a_file_without_permission_is_not_called_broken(tmp_path, monkeypatch):
-    def refused(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    (tmp_path / "clip.mp4").write_bytes(b"frames")
-    monkeypatch.setattr(video.av, "open", refused)
-    with pytest.raises(VideoError, match="cannot be read .*; check its permissions"):
-        video.probe(tmp_path / "clip.mp4")
 
 
 @pytest.mark.parametrize("wanted", [[64], [-1], []])
@@ -173,11 +134,6 @@ def test_a_name_that_the_system_refuses_is_a_video_error(tmp_path, name):
             use(tmp_path / name)
 
 
-def test_a_folder_is_not_a_video(tmp_path):
-    with pytest.raises(VideoError, match="no such file"):
-        video.probe(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["end.mp4", "front.mp4", "clip.mkv"])
 @pytest.mark.parametrize("share", [0.02, 0.4, 0.9])
 def test_truncated_files_are_refused(tmp_path, name, share):
@@ -202,12 +158,6 @@ def test_sound_alone_is_not_a_video(tmp_path):
         container.mux(stream.encode(None))
     with pytest.raises(VideoError, match="no video stream"):
         video.probe(path)
-
-
-def test_an_error_survives_pickling():
-    error = pickle.loads(pickle.dumps(VideoError("a.mp4", "the file is empty")))
-    assert (error.path, error.reason) == ("a.mp4", "the file is empty")
-    assert str(error) == "a.mp4: the file is empty"
 
 
 def test_an_overview_spans_the_video():
@@ -350,7 +300,7 @@ def test_damaged_exif_data_is_a_video_error(tmp_path):
     start, end = whole.index(b"Exif"), whole.index(b"somebody") + 20
     rng = np.random.default_rng(0)
     refused = 0
-    for _ in range(1000):
+    for _ in range(150):
         damaged = np.frombuffer(whole, np.uint8).copy()
         damaged[rng.integers(start, end, 3)] = rng.integers(0, 256, 3)
         path.write_bytes(damaged.tobytes())

@@ -19,7 +19,7 @@ import pytest
 
 from paravt_jax.data import video, video_index
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.frames import ReadTask, VideoError
+from paravt_jax.data.frames import ReadTask
 
 SIZE = 64
 # Distances between keyframes, and B-frames that refer across them.
@@ -201,12 +201,6 @@ def every_clip(assets: pathlib.Path) -> list[pathlib.Path]:
 
 
 @pytest.mark.slow
-def test_random_requests_of_every_clip_are_right(assets):
-    for path in every_clip(assets):
-        assert_random_requests_are_right(path, requests=2)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("decoder", ["pyav", "decord"])
 def test_every_frame_of_every_clip_is_that_of_a_plain_decode(assets, decoder):
     for path in every_clip(assets):
@@ -261,15 +255,6 @@ def test_a_replaced_file_gets_a_new_index(tmp_path):
     assert_random_requests_are_right(path, requests=3)
 
 
-def test_a_changed_time_is_another_file(tmp_path, opens):
-    path = make(tmp_path / "clip.mp4", count=30)
-    video.probe(path)
-    opens.clear()
-    os.utime(path, ns=(1, 1))
-    video.probe(path)
-    assert opens
-
-
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other"])
 def test_a_damaged_index_is_built_again(damage, tmp_path, fresh_folder, opens):
     path = make(tmp_path / "clip.mp4", count=30)
@@ -287,19 +272,6 @@ def test_a_damaged_index_is_built_again(damage, tmp_path, fresh_folder, opens):
     assert len(kept.read_bytes()) == len(whole)
 
 
-def test_where_nothing_can_be_written_indexes_stay_in_memory(tmp_path, monkeypatch, opens):
-    (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setenv("PARAVT_VIDEO_INDEXES", str(tmp_path / "file"))
-    path = make(tmp_path / "clip.mp4", count=30)
-    video.probe(path)
-    opens.clear()
-    video.probe(path)
-    assert not opens
-    video_index.forget()
-    video.probe(path)
-    assert opens
-
-
 def test_many_processes_build_one_index(tmp_path, fresh_folder):
     path = make(tmp_path / "clip.mp4", options={"g": "10"})
     expected = plain_decode(path)
@@ -310,12 +282,3 @@ def test_many_processes_build_one_index(tmp_path, fresh_folder):
     assert len(list(fresh_folder.iterdir())) == 1
     video_index.forget()
     assert [digest(pixels) for pixels in video.read(path, [5, 77])] == [expected[5], expected[77]]
-
-
-def test_an_unreadable_file_is_reported_every_time(tmp_path, fresh_folder):
-    path = make(tmp_path / "clip.mp4")
-    path.write_bytes(path.read_bytes()[:3000])
-    for _ in range(2):
-        with pytest.raises(VideoError):
-            video.probe(path)
-    assert not fresh_folder.exists()

@@ -24,11 +24,6 @@ def test_each_call_gets_its_own_result():
     assert results == [pathlib.PurePath(f"{n}.mp4") for n in reversed(range(20))]
 
 
-def test_a_result_may_be_larger_than_the_buffer_of_a_pipe():
-    with Workers(bytes, 1, deadline=30) as workers:
-        assert len(workers.submit(3_000_000).result()) == 3_000_000
-
-
 def test_an_exception_of_the_function_is_raised_by_its_call_only():
     with Workers(os.listdir, 1, deadline=30) as workers:
         with pytest.raises(FileNotFoundError):
@@ -76,18 +71,6 @@ def test_workers_keep_below_a_limit_of_the_machine():
     limited = f"ulimit -d 3000000; exec {sys.executable} -c '{program}'"
     done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
-
-
-def test_a_function_without_a_name_is_refused_at_once():
-    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-        Workers(lambda x: x, 1, 60)
-
-
-def test_an_argument_that_cannot_be_sent_fails_alone():
-    with Workers(repr, 1, deadline=30) as workers:
-        with pytest.raises(WorkerError, match="lambda"):
-            workers.submit(lambda: 0).result(60)
-        assert workers.submit(1).result(60) == "1"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -38,7 +38,6 @@ from train.learn.sft import SFTBatches, SFTSettings
 from train.left_out import LeftOutError
 from train.prepare import main, prepare
 from train.published_data import DataSettings, hold_out
-from train.run import resolved
 from train.settings import ModelSettings, change
 
 
@@ -405,13 +404,6 @@ def test_conversations_longer_than_a_row_are_left_out(data):
     assert 0 < len(too_long) < 8
     with pytest.raises(ValueError, match=r"sft\.row_tokens: 7; none of 8"):
         pack_rows(data, 7, seed=0)
-
-
-def test_settings_of_the_frame_reader_may_change_between_starts(run):
-    def with_data(**fields):
-        return dataclasses.replace(run, data=dataclasses.replace(run.data, **fields))
-
-    assert resolved(with_data(frames=8)) != resolved(run)
 
 
 def test_the_large_recipes_start_from_the_published_data():
