@@ -1,4 +1,4 @@
-"""Accounts for rows and videos that a run does not use, and stops a run that loses too many."""
+"""Accounts for examples and videos that a run does not use, and stops a run that loses too many."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from train.settings import Run
 _NAMED = 20  # largest number of videos to print by name
 
 Counts = dict[str, collections.Counter[str]]
-"""Rows per source, by the reason why they are not used; the others are under `kept`."""
+"""Examples per source, by the reason why they are not used; the others are under `kept`."""
 
 
 class LeftOutError(UserError):
-    """More rows or videos than allowed are left out; the message names them."""
+    """More examples or videos than allowed are left out; the message names them."""
 
 
 def count_examples(
     kept: Mapping[str, Mapping[str, int]], further: Iterable[tuple[str, str]] = ()
 ) -> Counts:
-    """Count the rows of each source.
+    """Count the examples of each source.
 
     Args:
         kept: The counts of a prepared set.
-        further: Source and reason of each prepared row that the run leaves out itself.
+        further: Source and reason of each prepared example that the run leaves out itself.
     """
-    sources = {source: collections.Counter(rows) for source, rows in kept.items()}
+    sources = {source: collections.Counter(counts) for source, counts in kept.items()}
     for source, reason in further:
         sources[source]["kept"] -= 1
         sources[source][reason] += 1
@@ -42,21 +42,22 @@ def describe_counts(sources: Counts) -> str:
     """Return a table in plain text, one line per source."""
     width = max(map(len, ["source", *sources]))
     lines = [f"{'source':{width}}  {'rows':>9}  {'used':>9}  left out"]
-    for source, rows in sources.items():
-        line = f"{source:{width}}  {rows.total():>9,}  {rows['kept']:>9,}  {_reasons(rows)}"
+    for source, counts in sources.items():
+        line = f"{source:{width}}  {counts.total():>9,}  {counts['kept']:>9,}  {_reasons(counts)}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 
 
 def require_examples(run: Run, sources: Counts, folder: pathlib.Path) -> None:
-    """Raise LeftOutError if a source has lost a larger share of its rows than allowed.
+    """Raise LeftOutError if a source has lost a larger share of its examples than allowed.
 
     `folder` holds the prepared set.
     """
     lost = [
-        f"{source} ({rows.total() - rows['kept']:,} of {rows.total():,} rows: {_reasons(rows)})"
-        for source, rows in sources.items()
-        if rows.total() - rows["kept"] > run.max_left_out * rows.total()
+        f"{source} ({counts.total() - counts['kept']:,} of {counts.total():,} rows: "
+        f"{_reasons(counts)})"
+        for source, counts in sources.items()
+        if counts.total() - counts["kept"] > run.max_left_out * counts.total()
     ]
     if lost:
         raise LeftOutError(
@@ -66,9 +67,9 @@ def require_examples(run: Run, sources: Counts, folder: pathlib.Path) -> None:
         )
 
 
-def _reasons(rows: collections.Counter[str]) -> str:
+def _reasons(counts: collections.Counter[str]) -> str:
     """The most frequent reason comes first."""
-    return ", ".join(f"{n:,} {reason}" for reason, n in rows.most_common() if reason != "kept")
+    return ", ".join(f"{n:,} {reason}" for reason, n in counts.most_common() if reason != "kept")
 
 
 def note_unreadable(run: Run, data: Data, own: dict[str, str]) -> None:

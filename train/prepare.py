@@ -1,6 +1,6 @@
 """Prepares the data of a run: records, and the vocabulary.
 
-    published tables, or your own questions -> rows -> a prepared set -> `Data`
+    published tables, or your own questions -> examples -> a prepared set -> `Data`
     the small world                         -> videos and records     -> `Data`
 
 Everything is made once. An interrupted preparation continues where it stopped, and a finished one
@@ -67,12 +67,12 @@ def prepare(
         run: The settings. Published data is prepared in `run.data.folder`, so that several runs can
             share it.
         folder: The run's folder, where everything else goes.
-        check: Called for every row or video; may raise an exception to stop.
+        check: Called for every example or video; may raise an exception to stop.
         questions: Your own questions, on videos below `run.data.media`.
 
     Raises:
         ValueError: If the recipe has no data, or data that does not fit its settings.
-        LeftOutError: If a larger share of rows or videos than `run.max_left_out` cannot be used.
+        LeftOutError: If a larger share of examples or videos than allowed cannot be used.
         OSError: If another process prepares data in `run.data.folder`.
     """
     if run.data is not None:
@@ -97,7 +97,7 @@ def _prepare_examples(
     check: Callable[[], None],
     questions: Sequence[Question] | None,
 ) -> Data:
-    """Prepare published rows or your own questions, and leave out those that are too long."""
+    """Prepare published data or your own questions, and leave out those that are too long."""
     if questions is not None or settings.questions:
         questions = _own_questions(run, settings, questions)
     home = pathlib.Path(settings.folder) if questions is None else folder / OWN
@@ -167,14 +167,14 @@ def prepare_set(
     check: Callable[[], None] = lambda: None,
     questions: Sequence[Question] | None = None,
 ) -> Prepared:
-    """Prepare the rows of a run in a folder, or open them if they are prepared.
+    """Prepare the examples of a run in a folder, or open them if they are prepared.
 
     Args:
         run: The settings.
         settings: Those of the data.
         folder: The folder of the set.
-        check: Called after every archive and every row; may raise an exception to stop. The next
-            call continues where it stopped.
+        check: Called after every archive and every example; may raise an exception to stop. The
+            next call continues where it stopped.
         questions: Your own questions; None: the published data.
 
     Raises:
@@ -211,15 +211,15 @@ def prepare_set(
             return prepared
         if questions is None:
             annotations = fetch(settings.annotations, folder / "annotations", ["*.parquet"])
-            rows = examples_of_tables(annotations)
+            examples = examples_of_tables(annotations)
             root = media_root(settings.media, folder, check)
         else:
-            rows = examples_of_questions(questions)
+            examples = examples_of_questions(questions)
             root = pathlib.Path(settings.media)
         reading = dataclasses.replace(reading, root=str(root.resolve()))
         read = functools.partial(read_example, reading)
         with Workers(read, os.cpu_count() or 1, PATIENCE) as pool:
-            return prepare_examples(rows, folder, reading, pool, check)
+            return prepare_examples(examples, folder, reading, pool, check)
 
 
 def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
@@ -249,7 +249,7 @@ def _without_long_questions(run: Run, data: Data, longest: float) -> tuple[Data,
     require_bounds(run, rules.measure_label(longest), len(rules.window((), 0).ids))
     if run.rl is not None and not data.questions:
         raise ValueError(
-            "data: no question to train on; give rl rows in data.annotations, "
+            "data: no question to train on; give rl files in data.annotations, "
             "or questions on videos that can be read"
         )
     # `text_tokens` is the room for the system turn and the question together.

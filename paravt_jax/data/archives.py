@@ -2,8 +2,8 @@
 
 Archives come from strangers. One is refused, and nothing of it is kept, if a name in it leaves the
 folder, if it has links or a password, or if it grows far beyond its size. It is unpacked as a whole
-into a hidden folder, and its files get their places when all of them are sound. Then it is marked
-as unpacked, so that the next call skips it.
+into a hidden folder, and its files are moved out when all of them are sound. Then it is marked as
+unpacked, so that the next call skips it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def unpack(name: str, source: pathlib.Path, root: pathlib.Path) -> None:
     # Broad because damaged archives find errors of every kind in the libraries.
     except Exception as error:
         # Errors of the disk have a number. Those of gzip's format have none, and a damaged zip
-        # makes zipfile seek to before its start.
+        # makes zipfile seek to before its first byte.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         reason = foreign.shortened(error, 200) or type(error).__name__
@@ -114,9 +114,9 @@ def _extract(path: pathlib.Path, folder: pathlib.Path) -> None:
         if is_file:
             files.add(target)
 
-    def checked(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
+    def checked(member: tarfile.TarInfo, root: str) -> tarfile.TarInfo | None:
         check(member.name, member.size, member.isfile(), member.isdir())
-        return tarfile.data_filter(member, place)
+        return tarfile.data_filter(member, root)
 
     if path.name.lower().endswith(".zip"):
         with zipfile.ZipFile(path) as zipped:

@@ -69,8 +69,8 @@ def fetch_files(
     system, top = open_bucket(address)
     with _named_errors(f"{address}: cannot be listed", "check the path and the credentials"):
         system.invalidate_cache()
-        found = [os.path.relpath(path, top.rstrip("/")) for path in sorted(system.find(top))]
-    listed = [name for name in found if depth is None or name.count("/") <= depth]
+        paths = [os.path.relpath(path, top.rstrip("/")) for path in sorted(system.find(top))]
+    listed = [name for name in paths if depth is None or name.count("/") <= depth]
     names = [n for n in listed if any(fnmatch.fnmatch(n.lower(), pattern) for pattern in patterns)]
     if not names:
         raise FileNotFoundError(

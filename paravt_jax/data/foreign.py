@@ -64,15 +64,15 @@ def open_regular(path: str | os.PathLike) -> io.BufferedReader:
     return open(path, "rb")
 
 
-def require_content(path: str | os.PathLike, start: bytes) -> None:
-    """Raise ForeignFileError if a file that starts with these bytes is a pointer of git-lfs."""
-    if is_pointer(start):
+def require_content(path: str | os.PathLike, head: bytes) -> None:
+    """Raise ForeignFileError if a file that begins with these bytes is a pointer of git-lfs."""
+    if is_pointer(head):
         raise ForeignFileError(f"{path}: {POINTER}")
 
 
-def is_pointer(start: bytes) -> bool:
-    """Return whether a file that starts with these bytes is a pointer of git-lfs."""
-    return start.startswith(_LFS)
+def is_pointer(head: bytes) -> bool:
+    """Return whether a file that begins with these bytes is a pointer of git-lfs."""
+    return head.startswith(_LFS)
 
 
 def read_object(path: str | os.PathLike, remedy: str = "fetch it again") -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Reads rows of the published training data (docs/reference.md, 5).
+"""Reads examples of the published training data (docs/reference.md, 5).
 
-Rows of `rl` files become questions, and rows of `sft` files become conversations. A row that the
-protocol cannot express is refused with a reason. No row is repaired by guessing.
+Those of `rl` files become questions, and those of `sft` files become conversations. An example that
+the protocol cannot express is refused with a reason. None is repaired by guessing.
 
 Calls are rewritten in the protocol's own form, and only the assistant's words are trained on. Tool
 responses are a tool's turn, or blocks of <tool_response> in a message of the tool, the user or the
@@ -36,13 +36,13 @@ from paravt_jax.method.tools.crop_video import CropVideo
 RL_COLUMNS = ("prompt", "videos", "extra_info")
 SFT_COLUMNS = ("messages",)
 
-# "paravt_sft_videor1_50k" names the split "videor1"; the suffix is its number of rows.
+# "paravt_sft_videor1_50k" names the split "videor1"; the suffix is its number of examples.
 _FILE_NAME = re.compile(r"paravt_(?:sft|rl)_(.+?)(?:_\d+k\d*)?")
 # The name under which texts mention a picture. The first video is `VIDEO_NAME`.
 _PICTURE_NAME = "image.jpg"
 # Marks the place of a file in the published texts. The protocol places files itself.
 _PLACEHOLDER = re.compile(r"<(?:video|image)>\n?")
-# Forbidden in a response. Special tokens would end its turn when the row is rendered, and an agent
+# Forbidden in a response. Special tokens would end its turn when it is rendered, and an agent
 # of this protocol writes neither tool responses nor <tool_code>.
 _FOREIGN = re.compile(r"<\|\w+\|>|</?tool_response>|<tool_code>")
 _END_MARK = re.compile(r"\s*<\|\w+\|>$")
@@ -116,7 +116,7 @@ _Messages = Annotated[list[_Message], pydantic.Field(min_length=1)]
 
 
 class _QuestionColumns(pydantic.BaseModel):
-    """The columns of an rl row."""
+    """The columns of an rl file."""
 
     prompt: _Messages
     videos: Annotated[list[_Video], pydantic.Field(min_length=1)]
@@ -124,7 +124,7 @@ class _QuestionColumns(pydantic.BaseModel):
 
 
 class _ConversationColumns(pydantic.BaseModel):
-    """The columns of an sft row."""
+    """The columns of an sft file."""
 
     messages: Annotated[_Messages, pydantic.BeforeValidator(_from_json)]
 
@@ -138,7 +138,7 @@ for an overview). It raises Refused and VideoError.
 
 
 class Reason(enum.StrEnum):
-    """Why a row is left out."""
+    """Why an example is left out."""
 
     BROKEN = "broken row"
     NO_ANSWER = "no answer"
@@ -151,7 +151,7 @@ class Reason(enum.StrEnum):
 
 
 class Refused(Exception):
-    """A row cannot be used. Carries the reason and the details."""
+    """An example cannot be used. Carries the reason and the details."""
 
     def __init__(self, reason: Reason, detail: str):
         super().__init__(f"{reason}: {detail}")
@@ -177,10 +177,10 @@ class Table:
 
 
 def open_table(path: pathlib.Path) -> Table:
-    """Read a parquet file's split, kind and number of rows.
+    """Read a parquet file's split, kind and number of examples.
 
     Raises:
-        ValueError: It is not a parquet file, or has neither the columns of rl nor of sft rows.
+        ValueError: It is not a parquet file, or has neither the columns of rl nor of sft files.
     """
     with foreign.open_regular(path) as file:
         foreign.require_content(path, file.read(64))
@@ -194,15 +194,15 @@ def open_table(path: pathlib.Path) -> Table:
     is_rl = set(RL_COLUMNS) <= columns
     if not is_rl and not set(SFT_COLUMNS) <= columns:
         raise ValueError(
-            f"{path}: its columns are {', '.join(sorted(columns))}; rl rows have "
-            f"{', '.join(RL_COLUMNS)}, sft rows {', '.join(SFT_COLUMNS)}: "
+            f"{path}: its columns are {', '.join(sorted(columns))}; rl files have "
+            f"{', '.join(RL_COLUMNS)}, sft files {', '.join(SFT_COLUMNS)}: "
             "give the files of ParaVT/ParaVT-Parquet"
         )
     return Table(path, split_of(path.stem), is_rl, count)
 
 
 def split_of(name: str) -> str:
-    """Return the split of a published file. `name` has no ending; rows are called NAME:NUMBER."""
+    """Return the split of a published file. `name` has no ending."""
     match = _FILE_NAME.fullmatch(name)
     return match[1] if match else name
 
@@ -213,11 +213,11 @@ def _unreadable(path: pathlib.Path, error: Exception) -> ValueError:
 
 
 def read_table(table: Table, batch: int = 256) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file in order, with the published columns only.
+    """Yield the examples of a file in order, with the published columns only.
 
     Args:
         table: The file.
-        batch: Rows to read at a time.
+        batch: Examples to read at a time.
 
     Raises:
         ValueError: The file is damaged, or holds a value that Python cannot, such as a text that is
@@ -233,7 +233,7 @@ def read_table(table: Table, batch: int = 256) -> Iterator[dict[str, Any]]:
 
 
 def local_path(path: str) -> str:
-    """Return a row's path as records store it: relative to the root, or absolute.
+    """Return a published path as records store it: relative to the root, or absolute.
 
     Raises:
         Refused: It is an address, or it leaves the root.
@@ -245,10 +245,10 @@ def local_path(path: str) -> str:
 
 
 def read_question(columns: Mapping[str, Any], id: str) -> Question:
-    """Read the question of an rl row.
+    """Read the question of an rl file.
 
     Raises:
-        Refused: The row is broken, has no answer, or is not about one video.
+        Refused: The example is broken, has no answer, or is not about one video.
     """
     read = _checked(_QuestionColumns, columns)
     turns = [turn for turn in read.prompt if turn.role != "system"]
@@ -353,7 +353,7 @@ class _Turn:
 def read_conversation(
     columns: Mapping[str, Any], id: str, source: str, limits: ProtocolSettings, look: Look
 ) -> Conversation:
-    """Read the conversation of an sft row.
+    """Read the conversation of an sft file.
 
     Args:
         columns: The columns of an sft table.
@@ -364,7 +364,7 @@ def read_conversation(
             checks.
 
     Raises:
-        Refused: The row is broken, or the protocol cannot express it.
+        Refused: The example is broken, or the protocol cannot express it.
         VideoError: From `look`.
     """
     messages, names = _read_messages(_checked(_ConversationColumns, columns).messages)

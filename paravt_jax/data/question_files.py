@@ -51,10 +51,10 @@ def _parsed(value: Any) -> Any:
 
 
 def _below(path: str) -> str:
-    parts = pathlib.PurePosixPath(path)
-    if parts.is_absolute() or ".." in parts.parts or not parts.parts:
+    name = pathlib.PurePosixPath(path)
+    if name.is_absolute() or ".." in name.parts or not name.parts:
         raise ValueError("give a path relative to the folder of videos, without '..'")
-    return str(parts)
+    return str(name)
 
 
 def _rising(span: tuple[float, float]) -> tuple[float, float]:

@@ -80,7 +80,7 @@ def from_hub(source: str, patterns: Sequence[str]) -> pathlib.Path:
 def media_root(
     source: str, folder: pathlib.Path, check: Callable[[], None] = lambda: None
 ) -> pathlib.Path:
-    """Return the folder to which the media paths of the published rows are relative.
+    """Return the folder to which the media paths of published data are relative.
 
     A local folder that contains media is used directly. Archives are unpacked to `folder`/media if
     they come from elsewhere, or from a local folder without media.
@@ -95,18 +95,18 @@ def media_root(
         FileNotFoundError, ModuleNotFoundError, ConnectionError: As in `fetch`.
     """
     root = folder / "media"
-    found = fetch(source, root, MEDIA_PATTERNS)
+    fetched = fetch(source, root, MEDIA_PATTERNS)
     # Archives beside media in a local folder are taken to be unpacked already.
-    is_local = found == pathlib.Path(source).expanduser()
-    if is_local and any(path.suffix.lower() in MEDIA for path in found.rglob("*")):
-        return found
-    files = (path for path in found.rglob("*") if path.name.lower().endswith(SUFFIXES))
-    archives = sorted(path.relative_to(found).as_posix() for path in files)
+    is_local = fetched == pathlib.Path(source).expanduser()
+    if is_local and any(path.suffix.lower() in MEDIA for path in fetched.rglob("*")):
+        return fetched
+    files = (path for path in fetched.rglob("*") if path.name.lower().endswith(SUFFIXES))
+    archives = sorted(path.relative_to(fetched).as_posix() for path in files)
     if not archives:
-        return found
+        return fetched
     with Progress("unpack media", "archive") as progress:
         for done, name in enumerate(archives, 1):
-            unpack(name, found, root)
+            unpack(name, fetched, root)
             progress.update(done, len(archives))
             check()
     return root

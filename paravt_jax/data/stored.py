@@ -351,12 +351,12 @@ def find_damage(folder: pathlib.Path, sums: Sums, names: Sequence[str] | None = 
 
 def _damage(file: pathlib.Path, expected: Sum) -> str:
     try:
-        found = file.stat().st_size
+        size = file.stat().st_size
     except OSError:
         return "missing"
     # A wrong length needs no reading.
-    if found != expected["bytes"]:
-        return f"{found} bytes instead of {expected['bytes']}"
+    if size != expected["bytes"]:
+        return f"{size} bytes instead of {expected['bytes']}"
     try:
         return "" if _sum_of(file) == expected else "checksum is wrong"
     except OSError:  # such as a bad sector
