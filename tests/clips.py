@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fractions
 import pathlib
 import struct
 from collections.abc import Callable, Sequence
@@ -181,28 +180,6 @@ def wrapped(folder: pathlib.Path, options: dict[str, str] = PLAIN) -> Clip:
     return Clip(path, range(60), at(60))
 
 
-def below_zero(folder: pathlib.Path) -> Clip:
-    whole = write(folder / "whole.mkv", range(30))
-    path = copy([whole], folder / "clip.mkv", start=lambda n: -0.4)
-    return Clip(path, range(30), at(30))
-
-
-def coarse(folder: pathlib.Path) -> Clip:
-    """Frames that come faster than the container's clock ticks: pairs have one time."""
-    path = folder / "clip.mkv"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=2000, options={"bf": "0"})
-        assert isinstance(stream, av.VideoStream)
-        stream.width, stream.height, stream.pix_fmt = 64, 32, "yuv420p"
-        stream.codec_context.time_base = fractions.Fraction(1, 2000)
-        for number in range(20):
-            frame = av.VideoFrame.from_ndarray(picture(number), format="rgb24")
-            frame.pts, frame.time_base = number, fractions.Fraction(1, 2000)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-    return Clip(path, range(20), [n / 2000 for n in range(20)], tolerance=0.012)
-
-
 def unordered(folder: pathlib.Path, suffix: str) -> pathlib.Path:
     """B-frames whose times of presentation are those of decoding, as raw streams are wrapped."""
     whole = write(folder / f"whole{suffix}", range(60), options={"g": "20", "bf": "2"})
@@ -267,7 +244,6 @@ CLIPS: dict[str, Callable[[pathlib.Path], Clip]] = {
     "headless_reordered.ts": lambda folder: headless(folder, ".ts", options=REORDERED),
     "headless.webm": lambda folder: headless(folder, ".webm", "libvpx-vp9"),
     "call.webm": lambda folder: call(folder, ".webm", "libvpx-vp9"),
-    "call_vp8.webm": lambda folder: call(folder, ".webm", "libvpx"),
     "joined": joined,
     "joined_smaller": lambda folder: joined(folder, (32, 16)),
     "wrapped": wrapped,
@@ -275,9 +251,6 @@ CLIPS: dict[str, Callable[[pathlib.Path], Clip]] = {
     "joined.mpg": lambda folder: joined(
         folder, codec="mpeg2video", options=REORDERED, suffix=".mpg"
     ),
-    "wrapped_reordered": lambda folder: wrapped(folder, REORDERED),
-    "below_zero": below_zero,
-    "coarse": coarse,
     "covered": covered,
     "refreshed": refreshed,
 }

@@ -138,18 +138,3 @@ def test_a_folder_is_uploaded_and_what_readers_open_first_comes_last(address, mo
     with pytest.raises(FileExistsError, match=f"--to {address}: exists"):
         with appearing_at("--to", address):
             raise AssertionError("the block must not begin")
-
-
-def test_a_bucket_that_does_not_exist_is_refused(s3):
-    with pytest.raises(FileNotFoundError, match=r"^s3://gone/a: x cannot be uploaded \(.*"):
-        with appearing_at("--to", "s3://gone/a") as folder:
-            folder.mkdir()
-            (folder / "x").touch()
-    with pytest.raises(FileNotFoundError, match=r"^s3://gone/a: "):
-        fetch_folder("s3://gone/a", ["*.json"])
-
-
-def test_an_unknown_scheme_is_refused():
-    with pytest.raises(FileNotFoundError, match=r"^nonsense://a/b: .*fsspec supports"):
-        with appearing_at("--to", "nonsense://a/b"):
-            raise AssertionError("the block must not begin")

@@ -193,20 +193,6 @@ def test_awaited_requests_are_read_before_those_of_ahead(clips, tmp_path):
     assert order in ("afdcbe", "fdcabe"), "the worker may have begun the first one at once"
 
 
-def test_dropped_requests_are_not_read_unless_they_are_awaited(clips, tmp_path):
-    with FrameReader(ReaderSettings(workers=1, ready=2)) as reader:
-        awaited = None
-        for path in clips:
-            reader.ahead(path, 4)
-            if path.stem == "b":
-                awaited = reader.request(ReadTask(str(path), (), reader.settings.rules))
-        assert awaited is not None and awaited.result(60).info.frames
-        for path in clips[4:]:
-            reader.request(ReadTask(str(path), 4, reader.settings.rules)).result(60)
-    order = (tmp_path / "order").read_text()
-    assert order in ("abef", "bef"), "the worker may have begun the first one at once"
-
-
 def test_closing_ends_all_requests_for_those_who_wait_for_them(clip):
     reader = FrameReader(ReaderSettings(workers=1))
     tasks = [ReadTask(str(clip), (n,), reader.settings.rules) for n in range(20)]

@@ -341,25 +341,3 @@ def test_a_deadline_that_no_row_meets_leaves_all_rows_out(files, tmp_path):
     with pytest.raises(ValueError, match=r"none of 6 rows can be used \(6 too slow\); see .*mend"):
         run(tmp_path, tmp_path / "out", reading_of(files), deadline=1e-9)
     assert time.monotonic() - start < 300
-
-
-def test_unreadable_rows_are_counted_and_the_others_kept(small_world, small_vocabulary, tmp_path):
-    """An unknown codec and a name that is too long, beside good rows."""
-    tokenizer_file.save(small_vocabulary, tmp_path)
-    media = tmp_path / "media"
-    media.mkdir()
-    shutil.copyfile(small_world.folder / small_world.videos[0].path, media / "good.mp4")
-    (media / "foreign.mp4").write_bytes((media / "good.mp4").read_bytes().replace(b"avc1", b"zzzz"))
-    paths = ("good.mp4", "foreign.mp4", "a" * 300 + ".mp4", "good.mp4")
-    write_rl(tmp_path / "annotations", [rl_row(path) for path in paths])
-    conversations = [answered(path) for path in paths]
-    write_sft(tmp_path / "annotations", conversations, "paravt_sft_tvg_6k3.parquet")
-
-    found = run(tmp_path, tmp_path / "out", reading_of(tmp_path))
-    assert reasons_of(found.summary) == {"kept": 4, "unreadable video": 4}
-    lines = (tmp_path / "out" / LEFT_OUT).read_text().splitlines()
-    reasons = ["codec", "name too long"]
-    for reason, line in zip([*reasons, *reasons], lines, strict=True):
-        assert reason in json.loads(line)["detail"]
-    assert [question.video for question in found.questions] == ["good.mp4"] * 2
-    assert len(found.conversations) == 2

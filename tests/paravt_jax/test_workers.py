@@ -65,14 +65,6 @@ def test_a_call_that_needs_too_much_memory_fails_alone():
         assert workers.submit(3).result(60) == bytes(3)
 
 
-def test_workers_keep_below_a_limit_of_the_machine():
-    program = "from paravt_jax.data.workers import Workers\nwith Workers(abs, 1, 60) as workers:\n"
-    program += "    print(workers.submit(-1).result(60))\n"
-    limited = f"ulimit -d 3000000; exec {sys.executable} -c '{program}'"
-    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n"
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_workers_leave_signals_to_their_parent(number):
     with Workers(eval, 1, deadline=30) as workers:

@@ -174,19 +174,6 @@ def test_a_second_download_fetches_no_archive_again(fetched, tmp_path):
     assert fetched.count("videos_chunked_01.zip") == 1
 
 
-def test_nothing_is_fetched_again_if_unpacking_was_stopped(fetched, tmp_path, monkeypatch):
-    def stopped(name: str, *_: object) -> None:
-        raise OSError(f"{name}: the disk is full")
-
-    line = ["longvideobench", "--to", str(tmp_path)]
-    with monkeypatch.context() as patch:
-        patch.setattr(command, "unpack", stopped)
-        assert command.main(line) == 2
-    assert command.main(line) == 0
-    assert fetched.count("videos.tar.part.aa") == fetched.count("videos.tar.part.ac") == 1
-    assert None not in videos_of("longvideobench", tmp_path)
-
-
 def test_a_damaged_archive_is_kept_and_named_in_one_line(fetched, tmp_path, monkeypatch, capsys):
     download = huggingface_hub.snapshot_download
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import pathlib
 import re
-import shutil
 from typing import Any
 
 import pytest
@@ -21,15 +20,12 @@ from paravt_jax.data.preparation import LEFT_OUT, OWN
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.world import text as world_text
-from paravt_jax.world.videos import WorldSettings, render
 from paravt_jax.world.vocabulary import world_vocabulary
-from tests.compiled_names import CompiledNames
 from train import prepare as prepare_module
 from train.left_out import LeftOutError
 from train.model import model_config
 from train.prepare import prepare
 from train.published_data import DataSettings
-from train.run import execute
 from train.settings import EvaluationSettings, ModelSettings, Run
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "data.md"
@@ -145,21 +141,6 @@ def test_questions_that_cannot_be_used_are_left_out_and_counted(recipe, question
         prepare(dataclasses.replace(run, max_left_out=0.01), at_home / "run", questions=asked)
 
 
-def test_a_repaired_video_stays_left_out(recipe, questions, at_home, small_world):
-    """Otherwise the run would draw other questions than before."""
-    lost = dataclasses.replace(questions[0], id="lost", video="gone.mp4")
-    asked = [*questions, lost]
-    run = dataclasses.replace(data_of(recipe, heldout=0), max_left_out=0.5)
-    first = prepare(run, at_home / "run", questions=asked)
-    media = at_home / "media"
-    shutil.copytree(small_world.folder, media)
-    shutil.copyfile(media / questions[0].video, media / "gone.mp4")
-    (at_home / "videos").unlink()
-    media.rename(at_home / "videos")
-    again = prepare(run, at_home / "run", questions=asked)
-    assert (again.questions, again.digest) == (first.questions, first.digest)
-
-
 def test_a_run_continues_only_with_the_same_questions(recipe, questions, at_home, monkeypatch):
     run = data_of(recipe, heldout=0)
     first = prepare(run, at_home / "run", questions=questions)
@@ -183,31 +164,6 @@ def test_questions_that_cannot_be_trained_on_are_refused(recipe, questions, at_h
     for run, asked, message in cases:
         with pytest.raises(ValueError, match=message):
             prepare(run, at_home / "run", questions=asked)
-
-
-@pytest.mark.slow
-def test_the_tower_compiles_for_all_sizes_of_videos_before_the_first_step(
-    recipe, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    asked = []
-    for size in (32, 96):
-        world = WorldSettings(train_videos=3, heldout_videos=1, size=size)
-        videos = render(world, tmp_path / "videos" / str(size))
-        for question in world_text.questions(videos, world_text.TextSettings()):
-            found = f"{size}/{question.video}"
-            asked.append(dataclasses.replace(question, id=f"{size}-{question.id}", video=found))
-    assert recipe.rl is not None
-    run = dataclasses.replace(
-        data_of(recipe, heldout=1), rl=dataclasses.replace(recipe.rl, steps=5)
-    )
-    names = CompiledNames()
-    execute(run, questions=asked)
-    lines = (tmp_path / "runs" / "own" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
-    assert [step["recompilations"] for step in steps[3:]] == [0, 0]
-    # 1 x 1 and 3 x 3 visual tokens.
-    assert names.count("jit(encode_frames)") == 2
 
 
 @pytest.mark.slow

@@ -9,16 +9,13 @@ import os
 import pathlib
 import re
 
-import jax
-import numpy as np
 import pytest
 
 from configs.paravt_8b import paravt_8b, sft_8b
 from models.features import FrameFeatures, FrameSettings
-from models.sharding import make_mesh
 from paravt_jax.data import tokenizer_file, video
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.frames import PixelRules, ReadTask
+from paravt_jax.data.frames import ReadTask
 from paravt_jax.data.preparation import LEFT_OUT
 from paravt_jax.data.stored import lock
 from paravt_jax.method.grpo import GRPOSettings
@@ -31,10 +28,8 @@ from tests.paravt_jax.published_files import answered, called, rl_row, write_rl,
 from train import prepare as prepare_module
 from train.data import QuestionStream, pack_rows, row_stream
 from train.learn.in_flight import Player
-from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import begin
-from train.learn.sft import SFTBatches, SFTSettings
 from train.left_out import LeftOutError
 from train.prepare import main, prepare
 from train.published_data import DataSettings, hold_out
@@ -254,49 +249,6 @@ def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_p
         prepared(system)
 
 
-@pytest.fixture
-def sft_batches(data, small_model):
-    """A function that makes the cold start's batches, reading files below `root`."""
-    settings = SFTSettings(9, 1, OptimizerSettings(), row_tokens=2048)
-    rules = Protocol(data.vocabulary, ProtocolSettings())
-    frames = FrameSettings(min_pixels=1024, max_pixels=1024, batch=8)
-
-    def make(reader, root):
-        features = FrameFeatures(
-            small_model.vision, small_model.config, frames, root, source=reader
-        )
-        moved = dataclasses.replace(data, root=root)
-        environment = Environment(rules, features)
-        return SFTBatches(settings, moved, reader, 3, environment, make_mesh()), features
-
-    return make
-
-
-def test_steps_of_the_cold_start_are_packed_rows_that_continue_exactly(
-    sft_batches, small_world, tmp_path, late_reads
-):
-    rules = PixelRules(min_pixels=1024, max_pixels=1024)
-    with FrameReader(ReaderSettings(workers=1, rules=rules, crop_rules=rules)) as reader:
-        batches, _ = sft_batches(reader, small_world.folder)
-        next(batches)
-        state = json.loads(json.dumps(batches.get_state()))
-        step = next(batches)
-        assert step.metrics["missing"] == 0
-        assert late_reads() == 0
-        assert np.asarray(step.mask).any()
-        assert np.asarray(step.bank.cached).any()
-        again, _ = sft_batches(reader, small_world.folder)
-        again.set_state(state)
-        jax.tree.map(np.testing.assert_array_equal, next(again), step)
-        # Without any files, the error names the folder, and every missing video is noted.
-        empty, features = sft_batches(reader, tmp_path)
-        empty.set_state(state)
-        with pytest.raises(ValueError, match=str(tmp_path)):
-            next(empty)
-        assert features.unreadable.keys() <= {video.path for video in small_world.videos}
-        assert set(features.unreadable.values()) == {"no such file"}
-
-
 def test_held_out_questions_are_whole_videos_and_stay_the_same():
     questions = tuple(
         Question(f"{video}:{n}", f"{video}.mp4", "a", QuestionKind.OPEN_ENDED, "b")
@@ -344,56 +296,6 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
 def test_settings_that_cannot_work_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=f"data.{field}: "):
         DataSettings(**{field: value})
-
-
-def test_overviews_of_further_questions_are_prefetched_with_the_budget_of_their_place(data):
-    """The next step's questions move on, and are prefetched with their new budgets."""
-    budgets = {0: [2, 3, 4], 1: [5, 6, 7], 2: [8, 8, 8]}
-    requested: list[tuple[str, int]] = []
-
-    class Reader(FrameReader):
-        def __init__(self):
-            """Starts no processes."""
-
-        def ahead(self, path, wanted, crop=False):
-            assert isinstance(wanted, int)
-            requested.append((pathlib.Path(path).name, wanted))
-
-    questions = QuestionStream(data, Reader(), 3, 2, budgets.__getitem__)
-    questions.draw(0)
-    requested.clear()
-    further = questions.draw(0, prompts=[1, 2])
-    following = QuestionStream(data, None, 3, 2, budgets.__getitem__)
-    following.set_state(questions.get_state())
-    assert {(pathlib.Path(q.video).name, k) for q, k in zip(further, [3, 4], strict=True)} <= {
-        *requested
-    }
-    wanted = zip(following.draw(1, prompts=[0, 1, 2]), budgets[1], strict=True)
-    assert {(pathlib.Path(q.video).name, k) for q, k in wanted} <= {*requested}
-
-
-def test_a_process_prefetches_its_own_share(data, monkeypatch):
-    prefetched: list[str] = []
-
-    class Reader(FrameReader):
-        def __init__(self):
-            """Starts no processes."""
-
-        def ahead(self, path, wanted, crop=False):
-            prefetched.append(pathlib.Path(path).name)
-
-    reader = Reader()
-    monkeypatch.setattr(hosts, "process_count", lambda: 2)
-    monkeypatch.setattr(hosts, "process_index", lambda: 1)
-    questions = QuestionStream(data, reader, 3, 2, lambda step: [1, 2, 3, 4])
-    batches = [questions.draw(step) for step in range(2)]
-    own = [question for batch in batches for question in batch[2:]]
-    assert prefetched[:4] == [pathlib.Path(question.video).name for question in own]
-    prefetched.clear()
-    rows = row_stream(data, pack_rows(data, 2048, seed=0), reader, seed=3, rows=2, depth=0)
-    _, second = next(rows)
-    clips = [clip for conversation in data.row(second) for clip in conversation.clips]
-    assert prefetched == [pathlib.Path(clip.path).name for clip in clips]
 
 
 def test_conversations_longer_than_a_row_are_left_out(data):
