@@ -151,11 +151,6 @@ def _own_questions(
         )
     if questions is None:
         return read_questions(settings.questions, settings.media)
-    if settings.questions:
-        raise ValueError(
-            f"data.questions: {settings.questions}, and questions were also passed from Python; "
-            "use only one of them"
-        )
     require_unique_ids(questions)
     return questions
 

@@ -145,21 +145,17 @@ def appearing_at(field: str, path: str) -> Iterator[pathlib.Path]:
         ModuleNotFoundError: The package for the address is missing.
         ConnectionError: The bucket does not answer.
     """
+    taken = f"{field} {path}: exists; name a new folder, or remove this one first"
     if not is_address(path):
-        target = pathlib.Path(path)
-        if target.exists():
-            raise FileExistsError(
-                f"{field} {target}: exists; name a new folder, or remove this one first"
-            )
-        yield target
+        if os.path.exists(path):
+            raise FileExistsError(taken)
+        yield pathlib.Path(path)
         return
     system, top = open_bucket(path)
     with _named_errors(f"{field}: {path}: cannot be read", "check the bucket and the credentials"):
         present = system.exists(top)
     if present:
-        raise FileExistsError(
-            f"{field} {path}: exists; name a new folder, or remove this one first"
-        )
+        raise FileExistsError(taken)
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary) / "new"
         yield folder

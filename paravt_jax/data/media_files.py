@@ -117,8 +117,6 @@ def require_size(path: str | os.PathLike, width: int, height: int) -> None:
 
 
 def _undecodable(path: str | os.PathLike, error: Exception) -> VideoError:
-    if isinstance(error, PermissionError):
-        return VideoError(path, f"it cannot be read ({error.strerror}); check its permissions")
     if isinstance(error, UnidentifiedImageError):
         return VideoError(path, f"it is none of {', '.join(_PICTURES)}; convert it")
     # FFmpeg's own text has a long negative number and the path.

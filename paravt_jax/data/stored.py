@@ -185,8 +185,6 @@ _adapter = functools.cache(pydantic.TypeAdapter)
 # --- settings and locks ---
 
 _ABSENT = "(absent)"
-# Upper bound on the differing fields that a message lists.
-_MAX_NAMED_FIELDS = 20
 
 
 def as_json(value: Any, name: str) -> Any:
@@ -229,8 +227,6 @@ def require_same(
         for name in old | new
         if old.get(name) != new.get(name)
     ]
-    if len(lines) > _MAX_NAMED_FIELDS:
-        lines[_MAX_NAMED_FIELDS:] = [f"  and {len(lines) - _MAX_NAMED_FIELDS} more"]
     if lines:
         raise error("\n".join([f"{what} (stored -> wanted):", *lines, remedy]))
 
