@@ -19,8 +19,6 @@ from typing import Any
 
 MEMBER = "hf_member"
 """The token of a user who has accepted the terms of all gated repositories."""
-STRANGER = "hf_stranger"
-"""The token of a user who has accepted none."""
 
 _API = re.compile(r"/api/(?P<kind>models|datasets)/(?P<id>[^/]+/[^/]+)(?:/(?P<rest>.*))?")
 _FILE = re.compile(r"/(?P<kind>datasets/)?(?P<id>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<path>.+)")
@@ -172,7 +170,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         address = urllib.parse.urlsplit(self.path)
         path = urllib.parse.unquote(address.path)
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        if token and token not in (MEMBER, STRANGER):
+        if token not in ("", MEMBER):
             self._refuse(401, "", "Invalid credentials in Authorization header")
         elif path == "/api/whoami-v2":
             self._whoami(token)
@@ -288,10 +286,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Whether the user may download files. If not, answers that."""
         if id not in self.hub.gated or token == MEMBER:
             return True
-        if token:
-            self._refuse(403, "GatedRepo", f"Access to {id} is restricted; accept its terms.")
-        else:
-            self._refuse(401, "GatedRepo", f"Access to {id} is restricted. Please log in.")
+        self._refuse(401, "GatedRepo", f"Access to {id} is restricted. Please log in.")
         return False
 
     def _refuse(

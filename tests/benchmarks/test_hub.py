@@ -15,7 +15,7 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.hub import MEMBER, STRANGER, Hub
+from benchmarks.hub import MEMBER, Hub
 from paravt_extras.stand_in import write_stand_in
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -113,8 +113,6 @@ def test_rows_and_archives_of_media_are_fetched(repositories, data, tmp_path):
     ("token", "words"),
     [
         ("", ["gated", f"/{MODEL} ", "hf auth login", "HF_TOKEN"]),
-        (STRANGER, ["gated", f"/{MODEL} ", "accept its terms"]),
-        ("hf_expired", ["token", "hf auth login"]),
         (MEMBER, []),
     ],
 )
@@ -128,10 +126,9 @@ def test_a_gated_model_needs_a_token_and_consent(repositories, tmp_path, token, 
         assert word in done.stderr
 
 
-@pytest.mark.parametrize("token", ["", STRANGER])
-def test_an_unknown_repository_is_named(repositories, tmp_path, token):
+def test_an_unknown_repository_is_named(repositories, tmp_path):
     with Hub(repositories) as hub:
-        done = client(FETCH_MODEL, "Qwen/Qwen9", env=environment(hub, tmp_path, token))
+        done = client(FETCH_MODEL, "Qwen/Qwen9", env=environment(hub, tmp_path))
     assert done.returncode == 1
     assert done.stderr.startswith("Qwen/Qwen9: ") and "check the id" in done.stderr
 

@@ -335,11 +335,6 @@ def texts(conversation: list, role: str) -> list[str]:
     return [m["content"][-1]["text"] for m in conversation if m["role"] == role]
 
 
-def test_no_question_is_asked_about_a_demonstrated_video():
-    demonstrated = [each.id for each in VIDEOS if each.demonstrated]
-    assert demonstrated == [f"train/{n:04d}" for n in range(3, 120, 4)]
-
-
 def test_most_demonstrations_look_and_some_guess_or_see_it_at_once():
     calls = collections.Counter(
         text.count("<tool_call>")

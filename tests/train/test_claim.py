@@ -5,14 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
-
 from paravt_extras.report.chart import Chart
 from paravt_extras.report.claim import (
     budgets,
     claim_charts,
     gaps,
-    tag_probabilities,
     weighted_mean,
 )
 from tests.train.test_report import lines
@@ -57,18 +54,6 @@ def test_a_step_without_a_gap_does_not_count_as_zero():
     assert weighted_mean([value for line in steps for value in gaps(line, 4)]) == 0.5
     assert weighted_mean(gaps(steps[0], 4)) is None
     assert budgets(steps) == [4]
-
-
-def test_tags_weigh_by_their_number_and_a_kind_without_tags_has_no_mean():
-    steps = [
-        step(1, tags__probability=0.2, tags__count=30.0),
-        step(2, tags__probability=0.8, tags__count=10.0),
-        step(3, tags__count=0.0),
-    ]
-    assert weighted_mean([value for line in steps for value in tag_probabilities(line)]) == (
-        pytest.approx((0.2 * 30 + 0.8 * 10) / 40)
-    )
-    assert tag_probabilities(steps[0], "think_open") == []
 
 
 def test_the_charts_have_a_line_per_budget_and_per_kind_of_tag():

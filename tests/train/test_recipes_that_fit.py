@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 
 import jax
-import pytest
 
 import paravt_extras.fits as command
 from paravt_extras.fit import GIB
@@ -52,11 +51,3 @@ def test_a_gpu_of_24_gb_takes_2b_and_one_without_bfloat16_the_tiny_recipes(capsy
     assert (
         "no bfloat16" in verdict["paravt_2b_lora"] and "tiny recipes" in verdict["paravt_2b_lora"]
     )
-
-
-@pytest.mark.parametrize("words", [["paravt_2b"], ["--topology", "v5e:3"]])
-def test_a_wrong_argument_is_one_line(words, capsys):
-    with pytest.raises(SystemExit) as error:
-        command.main(words)
-    assert error.value.code == 2
-    assert words[-1] in capsys.readouterr().err

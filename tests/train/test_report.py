@@ -350,16 +350,6 @@ def test_every_outcome_of_an_episode_and_of_a_call_is_described():
     assert set(EXECUTED) == {str(s) for s in CallStatus if s.executed}
 
 
-@pytest.mark.parametrize(
-    ("truth", "answer"), [("seven", "two"), ("B", "C"), ("B", "It is (C)."), ("B", "C. two")]
-)
-def test_options_are_marked_by_text_or_letter(truth, answer, tmp_path):
-    question = {"id": "q", "text": "Which?", "kind": "mcq", "options": ["four", "seven", "two"]}
-    one_episode(tmp_path, question=question | {"answer": truth}, answer=answer)
-    options = page_of(tmp_path).all("li", "option")
-    assert [each["text"].split() for each in options] == [["four"], ["seven", "○"], ["two", "✗"]]
-
-
 def test_hostile_texts_are_escaped(tmp_path):
     question = dict.fromkeys(("id", "text", "answer"), HOSTILE) | {"kind": "mcq"}
     call = {"start": None, "end": None, "status": HOSTILE, "times": [], "response": HOSTILE}
