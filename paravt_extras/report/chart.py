@@ -130,11 +130,14 @@ def _axes(steps: np.ndarray, values: np.ndarray) -> Axes:
 
     The y-axis starts at 0 if the values come near it.
     """
-    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
+    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), facecolor="none")
     axes = figure.add_axes((0.125, 0.135, 0.85, 0.81))
     low, high = np.nanmin(values), np.nanmax(values)
     if 0 <= low < 0.4 * high:
         low = 0.0
+    if low == high:
+        # A constant needs an axis around it.
+        low, high = (0.0, 1.0) if low == 0 else (low - abs(low) / 2, low + abs(low) / 2)
     ticks = MaxNLocator(3, steps=[1, 2, 2.5, 5, 10], min_n_ticks=2).tick_values(low, high)
     first, last = min(steps), max(steps)
     labels = [(0.0, "left", f"{first:.0f}"), (0.5, "center", "step"), (1.0, "right", f"{last:.0f}")]
@@ -149,7 +152,7 @@ def _axes(steps: np.ndarray, values: np.ndarray) -> Axes:
     for x, side, text in labels:
         axes.text(x, -0.05, text, style, ha=side, va="top", transform=axes.transAxes)
     for tick in ticks:
-        axes.axhline(tick, color=_colour("line"), linewidth=1)
+        axes.axhline(tick, color=_colour("line"), linewidth=1, zorder=0)
         axes.text(
             -0.02,
             tick,

@@ -484,6 +484,7 @@ def test_the_mean_of_a_window_leaves_gaps_and_ignores_them():
 def test_charts_of_flat_tiny_single_and_long_data(values):
     layers = [("a", [abs(v) for v in values]), ("b", [None] * len(values))]
     for chart in (line_chart(list(enumerate(values))), stacked_chart(range(len(values)), layers)):
+        assert "ffffff" not in chart.svg, "the background is that of the page, light or dark"
         assert "nan" not in chart.svg and "inf" not in chart.svg
         assert len(chart.svg) < 40_000
 
