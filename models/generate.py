@@ -61,7 +61,7 @@ def generate(
         raise ValueError(f"temperature = {temperature}: 0 or above; use 0 for the likeliest tokens")
     length = len(inputs.ids)
     padding = ((0, 0), (0, -length % BUCKET))
-    prompt = _Prompt(
+    prompt = _PaddedPrompt(
         np.pad(inputs.ids[None], padding),
         np.pad(inputs.positions, padding)[:, None],
         np.pad(inputs.visual_index[None], padding, constant_values=-1),
@@ -81,7 +81,7 @@ def generate(
     return np.asarray(ids)[: int(count)]
 
 
-class _Prompt(NamedTuple):
+class _PaddedPrompt(NamedTuple):
     """A prompt, padded on the right, where no token of the prompt sees the padding."""
 
     ids: Int[Array | np.ndarray, "1 t"]
@@ -127,7 +127,7 @@ def _see(
 def _sample(
     graph: nnx.GraphDef,
     weights: nnx.State,
-    prompt: _Prompt,
+    prompt: _PaddedPrompt,
     vectors: Float[Array, "1 m c d"] | None,
     sampling: _Sampling,
     room: int,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.attention.xla import MASKED
 
-KV = tuple[Float[Array, "l b s k h"], Float[Array, "l b s k h"]]
+LayersKV = tuple[Float[Array, "l b s k h"], Float[Array, "l b s k h"]]
 
 
 class Shared(NamedTuple):
@@ -68,7 +68,7 @@ class DenseCache(NamedTuple):
     stacked = False
 
     @classmethod
-    def prefilled(cls, kv: KV, valid: Bool[Array, "b s"], room: int) -> DenseCache:
+    def prefilled(cls, kv: LayersKV, valid: Bool[Array, "b s"], room: int) -> DenseCache:
         """Make a cache from the keys and values of a forward pass, with `room` free columns.
 
         Invalid entries are zeroed: a NaN would survive a zero attention weight.
@@ -79,7 +79,7 @@ class DenseCache(NamedTuple):
         v = tuple(jnp.pad(x, ((0, 0), (0, room), (0, 0))) for x in v)
         return cls(k, v, jnp.pad(valid, ((0, 0), (0, room))), jnp.int32(valid.shape[1]))
 
-    def since(self, column: int) -> KV:
+    def since(self, column: int) -> LayersKV:
         """Return keys and values from `column` on, in the layout of a forward pass."""
         b = len(self.valid)
 
@@ -177,7 +177,9 @@ def _weigh(
     return values.reshape(kb, r, h), weights.sum(-1).reshape(kb, r), top.reshape(kb, r)
 
 
-def _flat(kv: KV) -> tuple[tuple[Float[Array, "kb h s"], ...], tuple[Float[Array, "kb s h"], ...]]:
+def _flat(
+    kv: LayersKV,
+) -> tuple[tuple[Float[Array, "kb h s"], ...], tuple[Float[Array, "kb s h"], ...]]:
     """Reshape [l, b, s, k, h] to, per layer, keys [k * b, h, s] and values [k * b, s, h]."""
     layers, b, s, k, h = kv[0].shape
     keys = kv[0].transpose(0, 3, 1, 4, 2).reshape(layers, k * b, h, s)

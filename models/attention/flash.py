@@ -44,7 +44,7 @@ TILED = "tiled"
 MASKED = -1e30
 
 
-class _Schedule(NamedTuple):
+class _TileSchedule(NamedTuple):
     """What the kernels read about a packed row.
 
     The first four of `rows`, and of `columns`, are attributes of each position: the group of its
@@ -81,7 +81,7 @@ def attend(
     return out.transpose(2, 0, 1, 3).reshape(b, -1, n, h)[:, :t]
 
 
-def _schedule(layout: RowLayout, tile: int) -> _Schedule:
+def _schedule(layout: RowLayout, tile: int) -> _TileSchedule:
     segments, starts, shared = layout.segments, layout.starts, layout.shared
     assert segments is not None and starts is not None and shared is not None
     b, t = segments.shape
@@ -110,17 +110,22 @@ def _schedule(layout: RowLayout, tile: int) -> _Schedule:
     attributes = jnp.stack([x.reshape(-1) for x in attributes])
     rows = jnp.pad(attributes, [(0, SUBLANES - 4), (0, 0)])
     columns = jnp.pad(attributes.T, [(0, 0), (0, LANES - 4)])
-    return _Schedule(rows, columns, visit(0, 1, 2), visit(0, 2, 1), jnp.sum(seen))
+    return _TileSchedule(rows, columns, visit(0, 1, 2), visit(0, 2, 1), jnp.sum(seen))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attend(
-    q: Float[Array, "k r t h"], k: Array, v: Array, schedule: _Schedule, tile: int, interpret: bool
+    q: Float[Array, "k r t h"],
+    k: Array,
+    v: Array,
+    schedule: _TileSchedule,
+    tile: int,
+    interpret: bool,
 ) -> Float[Array, "k r t h"]:
     return _forward(q, k, v, schedule, tile, interpret)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, schedule: _Schedule, tile: int, interpret: bool):
+def _forward(q: Array, k: Array, v: Array, schedule: _TileSchedule, tile: int, interpret: bool):
     _, r, _, h = q.shape
     block = functools.partial(_block, tile)
     queries, keys = block(0, None, r, TILED, h), block(1, None, TILED, h)

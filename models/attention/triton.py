@@ -40,7 +40,7 @@ class _Visits(NamedTuple):
     count: Int[Array, "b 1 i"]
 
 
-class _Schedule(NamedTuple):
+class _VisitSchedule(NamedTuple):
     """What the kernels read about packed rows.
 
     `positions` has three attributes of each position: the group of its query, the position where
@@ -72,7 +72,7 @@ def attend(
     return out.swapaxes(1, 2)[:, : q.shape[1]]
 
 
-def _schedule(layout: RowLayout) -> _Schedule:
+def _schedule(layout: RowLayout) -> _VisitSchedule:
     segments, starts, shared = layout.segments, layout.starts, layout.shared
     assert segments is not None and starts is not None and shared is not None
     position = jnp.arange(segments.shape[1])[None]
@@ -87,17 +87,17 @@ def _schedule(layout: RowLayout) -> _Schedule:
 
     seen = visible_tiles(layout, TILE, TILE)[:, None]
     positions = jnp.stack([group, first, prompt], axis=1)[:, None]
-    return _Schedule(positions, visits(seen), visits(seen.swapaxes(2, 3)))
+    return _VisitSchedule(positions, visits(seen), visits(seen.swapaxes(2, 3)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(
-    q: Float[Array, "b n t h"], k: Array, v: Array, schedule: _Schedule, interpret: bool
+    q: Float[Array, "b n t h"], k: Array, v: Array, schedule: _VisitSchedule, interpret: bool
 ) -> Float[Array, "b n t h"]:
     return _forward(q, k, v, schedule, interpret)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, schedule: _Schedule, interpret: bool):
+def _forward(q: Array, k: Array, v: Array, schedule: _VisitSchedule, interpret: bool):
     outs = q, jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     out, logsumexp = _call(_forward_kernel, (schedule, q, k, v), outs, 3, interpret)
     out = checkpoint_name(out, SAVED)

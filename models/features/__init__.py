@@ -37,7 +37,14 @@ from paravt_jax.data.frames import (
 )
 from paravt_jax.method.records import Frame
 
-__all__ = ["FrameFeatures", "FrameSettings", "Reading", "ShownFrames", "frame_tokens", "tower_mesh"]
+__all__ = [
+    "FrameFeatures",
+    "FrameSettings",
+    "FrameReading",
+    "ShownFrames",
+    "frame_tokens",
+    "tower_mesh",
+]
 
 _FRAMES_PER_STEP = 64  # frames that count as one step of the sampler
 
@@ -51,7 +58,7 @@ class ShownFrames:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Reading:
+class FrameReading:
     """Frames whose files are being read. An agent awaits it, and gets `ShownFrames`.
 
     `await` hands this object to the scheduler (`rollout.engine.requests`), which resumes the agent
@@ -86,12 +93,12 @@ class Reading:
         """Wait for the files, and encode their frames."""
         return self.features.take(self)
 
-    def __await__(self) -> Generator[Reading, None, ShownFrames]:
+    def __await__(self) -> Generator[FrameReading, None, ShownFrames]:
         yield self
         return self.result()
 
 
-def wait_for_one(readings: Sequence[Reading]) -> None:
+def wait_for_one(readings: Sequence[FrameReading]) -> None:
     """Wait until one of some readings is done."""
     files = readings[0].features.files
     while not any(reading.done() for reading in readings):
@@ -170,22 +177,22 @@ class FrameFeatures:
         """
         return np.concatenate(self.request(frames).result().cached)
 
-    def request(self, frames: Sequence[Frame]) -> Reading:
+    def request(self, frames: Sequence[Frame]) -> FrameReading:
         """Begin to read the frames that are not in memory, without waiting for their files."""
         frames = tuple(frames)
         _, held, missing = self._look_up(frames)
         reads = [self.files.request_frames(some) for some in missing.values()]
-        return Reading(self, lambda: frames, len(frames), held, reads)
+        return FrameReading(self, lambda: frames, len(frames), held, reads)
 
-    def request_overview(self, name: str, count: int) -> Reading:
+    def request_overview(self, name: str, count: int) -> FrameReading:
         """Begin to read the overview of a video, which may never have been opened before."""
         known = self.overview(name, count) if self.files.knows(name) else ()
         _, held, missing = self._look_up(known)
         # By their number, not by indices: that is how files are read ahead.
         reads = [] if known and not missing else [self.files.request(name, count)]
-        return Reading(self, lambda: self.overview(name, count), count, held, reads)
+        return FrameReading(self, lambda: self.overview(name, count), count, held, reads)
 
-    def take(self, reading: Reading) -> ShownFrames:
+    def take(self, reading: FrameReading) -> ShownFrames:
         """Encode frames whose files have been read.
 
         Raises:
@@ -213,7 +220,7 @@ class FrameFeatures:
         by_video: dict[str, list[Frame]] = {}
         for frame in frames:
             by_video.setdefault(frame.video, []).append(frame)
-        readings: list[Reading] = []
+        readings: list[FrameReading] = []
         for some in by_video.values():
             with contextlib.suppress(VideoError):
                 readings.append(self.request(some))

@@ -16,7 +16,7 @@ import math
 from collections.abc import Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
-from models.features import Reading
+from models.features import FrameReading
 from rollout.engine.requests import (
     Asking,
     Gathering,
@@ -125,7 +125,7 @@ class PacedAgent(Generic[Result]):
         self._others = []
         try:
             awaited = self._agent.send(values)
-            while isinstance(awaited, Reading):
+            while isinstance(awaited, FrameReading):
                 await _HandedOn(awaited)
                 self.clock += self._charge
                 awaited = self._agent.send(None)
@@ -190,9 +190,9 @@ class PacedAgent(Generic[Result]):
 class _HandedOn:
     """Hands what an agent awaits to the scheduler. The agent itself takes the result."""
 
-    awaited: Reading
+    awaited: FrameReading
 
-    def __await__(self) -> Generator[Reading, None, None]:
+    def __await__(self) -> Generator[FrameReading, None, None]:
         yield self.awaited
 
 

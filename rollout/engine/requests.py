@@ -35,7 +35,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int, Int32, UInt8
 
-from models.features import Reading, wait_for_one
+from models.features import FrameReading, wait_for_one
 from paravt_jax.checks import require_at_least
 from paravt_jax.method.records import Frame
 
@@ -177,7 +177,7 @@ class Asking:
     There is no event loop. `await` on this object runs `__await__`, whose `yield` suspends the
     whole agent and hands this object to the caller of `agent.send(...)`, which is `as_done`. Its
     next `send(answers)` resumes the agent here, and `answers` becomes the value of the `await`.
-    Frames that are being read (`models.features.Reading`) are awaited in the same way.
+    Frames that are being read (`models.features.FrameReading`) are awaited in the same way.
     """
 
     requests: tuple[Request, ...]
@@ -291,7 +291,7 @@ class _Waiting:
     """An agent that waits for frames."""
 
     agent: Coroutine[Any, Any, Any]
-    reading: Reading
+    reading: FrameReading
     step: int | None
     """The step of the sampler at which it is resumed; None: as soon as the frames are there."""
 
@@ -363,14 +363,14 @@ class _Scheduler:
         self.running.pop(agent)(result)
 
     def _begin(
-        self, agent: Coroutine[Any, Any, Any], awaited: Asking | Gathering | Reading
+        self, agent: Coroutine[Any, Any, Any], awaited: Asking | Gathering | FrameReading
     ) -> None:
         """Start what an agent waits for."""
 
         def resume(values: list[Any]) -> None:
             self._advance(agent, values)
 
-        if isinstance(awaited, Reading):
+        if isinstance(awaited, FrameReading):
             step = None if awaited.steps is None else self.steps + awaited.steps
             self.readings.append(_Waiting(agent, awaited, step))
         elif isinstance(awaited, Gathering):

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from models.features import Reading
+from models.features import FrameReading
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import digest
 from rollout.engine.pacing import PacedAgent
@@ -59,7 +59,7 @@ class Counting:
         )
 
 
-class Files(Reading):
+class Files(FrameReading):
     """A reading that is done at once and counts how often it was awaited."""
 
     awaited = 0
