@@ -5,7 +5,6 @@ The server answers, refuses, stalls, hangs up, and replies with nonsense.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import threading
@@ -113,25 +112,7 @@ def test_the_key_is_read_anew_and_without_its_line_feed(monkeypatch):
         assert server.received[0].headers["Authorization"] == "Bearer sk-second"
 
 
-def test_a_redirect_is_not_followed():
-    with (
-        serving(lambda *_: says("1")) as other,
-        serving(lambda *_: Reply(status=307, headers=(("Location", other.endpoint),))) as server,
-    ):
-        found = Client(quick(server.endpoint)).ask({}, text).result(STALL)
-        assert isinstance(found, Failure) and found.status == 307
-        assert len(server.received) == 1 and not other.received
-
-
 # What comes back.
-
-
-def test_a_completion_has_its_text_its_thought_and_why_it_ended():
-    message = {"content": "a b", "reasoning": "hm"}
-    choice = {"message": message, "finish_reason": "stop", "stop_reason": "b"}
-    with serving(lambda *_: Reply(json.dumps({"choices": [choice]}).encode())) as server:
-        found = Client(quick(server.endpoint)).ask({}, lambda choice: choice).result(STALL)
-    assert found == Choice("a b", "stop", "b", "hm")
 
 
 NONSENSE = {
@@ -160,17 +141,6 @@ def test_a_broken_reply_is_asked_for_again(reply):
 def test_any_body_fails_as_a_value(body):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     assert "not a complete chat completion" in failed([Reply(content)], attempts=1).what
-
-
-def test_an_error_of_the_reader_is_raised():
-    def broken(choice):
-        raise KeyError("ours")
-
-    with serving(lambda *_: says("1")) as server:
-        future = Client(quick(server.endpoint)).ask({}, broken)
-        with pytest.raises(KeyError, match="ours"):
-            future.result(STALL)
-        assert len(server.received) == 1
 
 
 # How it fails.
@@ -251,12 +221,6 @@ def test_waits_are_drawn_below_a_bound_that_doubles(monkeypatch):
     assert bounds == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
-def test_the_server_may_ask_for_time():
-    busy = Reply(status=429, headers=(("Retry-After", "0.3"),))
-    times = ask([busy, says("1")]).times
-    assert 0.3 <= times[1] - times[0] < STALL
-
-
 # Many at once.
 
 
@@ -273,14 +237,6 @@ def test_requests_go_side_by_side_up_to_the_limit():
         futures = [client.ask({}, text) for _ in range(12)]
         assert not wait(futures, STALL).not_done
         assert server.most == 6
-
-
-def test_it_works_where_an_event_loop_runs_already():
-    async def cell(client):
-        return client.ask({}, text).result(STALL)
-
-    with serving(lambda *_: says("0.5")) as server:
-        assert asyncio.run(cell(Client(quick(server.endpoint)))) == "0.5"
 
 
 # The key, and addresses that are refused.

@@ -113,17 +113,6 @@ def test_the_lease_of_a_dead_process_is_taken_over(store, quick):
     assert time.monotonic() - start > leases.LENGTH
 
 
-def test_a_process_that_lost_its_lease_learns_who_has_it(store, quick):
-    with contextlib.closing(Lease("gs://bucket/lost")) as lease:
-        lease.require()
-        store.write(f"lost/{leases.NAME}", b"process 2 on a host, 2")
-        time.sleep(3 * leases.EVERY + 0.5)
-        with pytest.raises(LeaseError, match="taken over by process 2 on a host, because"):
-            lease.require()
-    # It does not give back what is no longer its own.
-    assert lease_text(store, "lost") == "process 2 on a host, 2"
-
-
 def test_a_frozen_process_learns_it_before_it_pushes(store, quick, monkeypatch):
     """Its thread did not run either."""
     monkeypatch.setattr(leases, "EVERY", 60.0)
@@ -166,21 +155,6 @@ def test_a_pull_makes_a_folder_equal_to_what_was_pushed(store, tmp_path):
     assert not store.names("equal/records")
     BucketFiles("gs://bucket/equal", there).pull(lambda name: name == "empty")
     assert content(there) == {"empty": ""}
-
-
-def test_only_what_changed_is_sent(store, tmp_path, monkeypatch):
-    files_here = BucketFiles("gs://bucket/changes", tmp_path)
-    fill(tmp_path, {"a": "1", "b": "1"})
-    files_here.push()
-    sent = []
-    put = files_here._store.put
-    monkeypatch.setattr(files_here._store, "put", lambda a, b: (sent.extend(b), put(a, b)))
-    fill(tmp_path, {"b": "22"})
-    files_here.push()
-    again = BucketFiles("gs://bucket/changes", tmp_path)
-    again.pull()
-    again.push()
-    assert sent == ["bucket/changes/b"]
 
 
 class _Killed(Exception):
@@ -295,12 +269,6 @@ def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick
             use(other)
         assert "--run-dir gs://bucket/claims/x holds a run of another config" in str(error.value)
         assert str(again.folder) not in str(error.value)
-
-
-def test_a_folder_with_other_objects_is_refused(store, machine):
-    store.write("others/notes.txt", b"x")
-    with pytest.raises(RunFolderError, match="gs://bucket/others is not a run's folder"):
-        RunFolder("gs://bucket/others").require_usable({"name": "x"})
 
 
 @pytest.mark.parametrize(

@@ -44,16 +44,6 @@ def test_a_state_comes_back_bit_for_bit_and_the_oldest_leaves(store):
     assert not store.names("exact/checkpoints/rl/1/")
 
 
-def test_a_part_is_restored_onto_other_devices(store):
-    folder = "gs://bucket/part/checkpoints/rl"
-    saved(folder, 1).close()
-    placed = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
-    wanted = {"w": jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=placed)}
-    part, _, _ = Checkpoints(folder, read_only=True).restore(wanted, 1, part=True)
-    assert same(part, {"w": state_of(1)["w"]})
-    assert part["w"].sharding == placed
-
-
 def newest_arrays(store, folder: str, step: int) -> str:
     """The largest object of a checkpoint's arrays."""
     names = store.names(f"{folder}/{step}/state/")

@@ -54,10 +54,3 @@ def test_the_second_signal_ends_the_process_at_once(number):
         text=True,
     )
     assert (done.returncode, done.stdout) == (-number, "still here\n"), done.stderr
-
-
-def test_the_old_handlers_are_restored_after_an_error():
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(OSError), Interrupts():
-        raise OSError
-    assert signal.getsignal(signal.SIGINT) is before

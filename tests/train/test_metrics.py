@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tensorboardX.proto import event_pb2
 
-from train.durable.metrics import MetricsWriter, format_seconds, read_metrics
+from train.durable.metrics import MetricsWriter, read_metrics
 
 
 def steps(folder):
@@ -90,12 +90,6 @@ def test_tensorboard_gets_the_finite_figures_and_hides_repeated_steps(tmp_path):
     assert again == [("start", 2, 0.0), ("loss", 2, 20.0)]
 
 
-def test_missing_wandb_is_an_error_with_its_remedy(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install"):
-        MetricsWriter(tmp_path, wandb="p")
-
-
 def test_wandb_gets_config_figures_and_the_same_run_after_a_resume(tmp_path, monkeypatch):
     opened = []
     logged = []
@@ -117,11 +111,3 @@ def test_wandb_gets_config_figures_and_the_same_run_after_a_resume(tmp_path, mon
     assert opened[0]["project"] == "p"
     assert opened[0]["config"] == {"seed": 1}
     assert opened[0]["resume"] == "allow"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(41.6, "42 s"), (725, "12 min 05 s"), (11_220, "3 h 07 min"), (59.7, "1 min 00 s")],
-)
-def test_durations(seconds, text):
-    assert format_seconds(seconds) == text

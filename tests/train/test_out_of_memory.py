@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import re
 
@@ -14,7 +13,6 @@ import train.run
 from configs.lora import paravt_2b_lora
 from paravt_extras.fit import fit
 from paravt_extras.slices import Topology
-from paravt_jax.processes.exit_codes import TEMPORARY
 from train.durable.run_folder import MAY_CHANGE
 from train.out_of_memory import OutOfMemoryError, naming_remedies
 
@@ -51,12 +49,3 @@ def test_the_command_prints_the_settings_and_no_traceback(tmp_path, monkeypatch,
     message = capsys.readouterr().err
     assert message.startswith("error: a device has no memory left")
     assert "--engine.cache-tokens" in message and "Traceback" not in message
-
-
-def test_a_full_disk_is_one_line_with_what_to_do(monkeypatch, capsys, tmp_path):
-    def fill(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(train.run, "execute", fill)
-    assert train.run.main(["--config=paravt_tiny", "--run-dir", str(tmp_path / "run")]) == TEMPORARY
-    assert re.search(r"error: a disk is full .*make room, .*continues", capsys.readouterr().err)

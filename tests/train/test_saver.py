@@ -159,20 +159,6 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path, monkeypatch):
     assert Run(tmp_path).steps() == [1, 2, 3, 4, 5, 6, 7], "it cannot go on"
 
 
-def test_another_runs_checkpoint_is_refused_with_the_difference(tmp_path):
-    mine = {"settings": {"seed": 0}, "model": {"hidden": 8}, "vocabulary": {"size": 5}}
-    Run(tmp_path, mine).steps()
-    others = {"settings": {"seed": 1}, "model": {"hidden": 16}, "vocabulary": {"size": 6}}
-    with pytest.raises(CheckpointError) as refusal:
-        Run(tmp_path, others).steps()
-    differences = str(refusal.value).splitlines()[1:-1]
-    assert differences == [
-        "  settings.seed: 0 -> 1",
-        "  model.hidden: 8 -> 16",
-        "  vocabulary.size: 5 -> 6",
-    ]
-
-
 def test_a_report_is_drawn_after_every_save(tmp_path):
     run = Run(tmp_path)
     drawn = []

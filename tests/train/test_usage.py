@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import jax
-
-from models.device_memory import used_memory
 from paravt_jax.processes import hosts
 from train.durable import usage
 from train.durable.usage import Usage
@@ -31,10 +28,3 @@ def test_memory_is_that_of_the_fullest_device_of_all_hosts(tmp_path, monkeypatch
     monkeypatch.setattr(hosts, "gather", lambda own: [own, other])
     figures = Usage().metrics({})
     assert (figures["memory/in_use"], figures["memory/peak"]) == (3.0, 6.0)
-
-
-def test_devices_that_do_not_count_their_memory_have_no_metric(tmp_path):
-    assert used_memory([Device(None), Device({}), Device({"num_allocs": 3})]) == []
-    figures = Usage().metrics({})
-    counts = jax.devices()[0].memory_stats() is not None
-    assert ("memory/peak" in figures) == counts

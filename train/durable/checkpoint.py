@@ -61,7 +61,7 @@ class SaveError(CheckpointError):
 class Checkpoints:
     """The numbered checkpoints of one phase.
 
-    Only one process at a time may write (`RunDirectory` locks the run). In a multi-host run all
+    Only one process at a time may write (`RunFolder` locks the run). In a multi-host run all
     processes call the same methods with the same step and score; Orbax writes each host's shards.
 
     Args:
