@@ -99,17 +99,17 @@ class BucketServer:
         with self._lock:
             self._storage.delete_file(BUCKET, name)
 
-    def flip(self, name: str, place: int | None = None, bit: int = 0) -> None:
+    def flip(self, name: str, position: int | None = None, bit: int = 0) -> None:
         """Changes one bit of what is stored. The store's own checksum stays as it was.
 
         Args:
             name: The object.
-            place: The byte; by default, the one in the middle.
+            position: The byte; by default, the one in the middle.
             bit: Its bit, from 0 to 7.
         """
         with self._lock:
             content = bytearray(self._storage.get_file(BUCKET, name))
-            content[len(content) // 2 if place is None else place] ^= 1 << bit
+            content[len(content) // 2 if position is None else position] ^= 1 << bit
             self._storage._store.write_bytes(f"{BUCKET}/{name}", bytes(content))
 
 

@@ -69,7 +69,7 @@ Look = Callable[[], str]
 
 
 def check(
-    run: Run, settings: dict[str, Any], place: RunFolder, topology: str = ""
+    run: Run, settings: dict[str, Any], run_folder: RunFolder, topology: str = ""
 ) -> list[Finding]:
     """Look at everything that a run needs. Changes nothing.
 
@@ -78,10 +78,10 @@ def check(
     Args:
         run: The settings.
         settings: Those that define the run, as its folder stores them.
-        place: Where the run lives.
+        run_folder: Where the run lives.
         topology: A TPU slice to check for, by its name; empty: the devices here.
     """
-    items = _items(run, settings, place)
+    items = _items(run, settings, run_folder)
     if topology:
         # The hosts of a slice that is only named have other disks and other memory.
         del items["disk"], items["host memory"]
@@ -89,7 +89,7 @@ def check(
     return _look_at({"devices": lambda: _devices(run, devices)} | items)
 
 
-def require_ready(run: Run, settings: dict[str, Any], place: RunFolder) -> None:
+def require_ready(run: Run, settings: dict[str, Any], run_folder: RunFolder) -> None:
     """Check a run that is about to start, and print what would stop it.
 
     Whether it fits the devices shows when it chooses its sizes, right after this.
@@ -97,7 +97,9 @@ def require_ready(run: Run, settings: dict[str, Any], place: RunFolder) -> None:
     Raises:
         NotReadyError: Something is missing; its message is the first error.
     """
-    errors = [finding for finding in _look_at(_items(run, settings, place)) if finding.is_error]
+    errors = [
+        finding for finding in _look_at(_items(run, settings, run_folder)) if finding.is_error
+    ]
     if errors:
         if hosts.is_first():
             print(as_text(errors), file=sys.stderr)
@@ -116,12 +118,12 @@ def as_text(findings: Sequence[Finding]) -> str:
 # --- the items ---
 
 
-def _items(run: Run, settings: dict[str, Any], place: RunFolder) -> dict[str, Look]:
+def _items(run: Run, settings: dict[str, Any], run_folder: RunFolder) -> dict[str, Look]:
     """Return what to look at besides the devices."""
     items = {
         "host memory": lambda: _host_memory(run),
-        "disk": lambda: _disk(run, place),
-        "run directory": lambda: _run_directory(run, settings, place),
+        "disk": lambda: _disk(run, run_folder),
+        "run directory": lambda: _run_directory(run, settings, run_folder),
     }
     if run.model.path:
         items["weights"] = lambda: _weights(run)
@@ -225,15 +227,15 @@ def _on_the_hub(name: str, kind: str) -> str:
     return f"{name}: {size(sum(f.size or 0 for f in info.siblings))}, which the run downloads"
 
 
-def _disk(run: Run, place: RunFolder) -> str:
+def _disk(run: Run, run_folder: RunFolder) -> str:
     """Require room for the run's checkpoints and the exported model."""
-    if place.shown != str(place.folder):
+    if run_folder.shown != str(run_folder.folder):
         return "a bucket"
     kept = KEEP + 2
     phases = sum(phase is not None for phase in (run.sft, run.rl))
     needed = phases * kept * state_bytes(run) + model_bytes(run)
-    there = sum(file.stat().st_size for file in place.folder.rglob("*") if file.is_file())
-    existing = next(x for x in (place.folder, *place.folder.parents) if x.exists())
+    there = sum(file.stat().st_size for file in run_folder.folder.rglob("*") if file.is_file())
+    existing = next(x for x in (run_folder.folder, *run_folder.folder.parents) if x.exists())
     free = shutil.disk_usage(existing).free
     room = f"{existing}: {size(free)} free; checkpoints and export take {size(needed)}"
     if free + there < needed and run.model.size != "tiny":
@@ -241,12 +243,12 @@ def _disk(run: Run, place: RunFolder) -> str:
     return room
 
 
-def _run_directory(run: Run, settings: dict[str, Any], place: RunFolder) -> str:
+def _run_directory(run: Run, settings: dict[str, Any], run_folder: RunFolder) -> str:
     """Require a folder that is new or of this run, and the run to start from."""
-    continues = place.require_usable(settings)
+    continues = run_folder.require_usable(settings)
     if run.start:
         require_cold_start(run.start, settings)
-    return f"{place.shown}: {'continues' if continues else 'new'}"
+    return f"{run_folder.shown}: {'continues' if continues else 'new'}"
 
 
 # --- sizes, from the shapes of the model ---

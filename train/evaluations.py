@@ -112,7 +112,7 @@ class Evaluator:
         """Write a file. Only the first process calls it."""
         file.parent.mkdir(exist_ok=True)
         write_checked_json(file, content)
-        self.home.place.push()
+        self.home.run_folder.push()
 
     def _play_missing(self, actor: EngineActor, evaluation: _Evaluation) -> None:
         """Play the settings whose K has no file yet."""

@@ -161,7 +161,7 @@ def execute(
         return final_report(run, home.folder, data.root)
 
 
-def _place(run: Run) -> RunFolder:
+def _run_folder(run: Run) -> RunFolder:
     return RunFolder(run.run_dir or f"runs/{run.name}")
 
 
@@ -169,17 +169,17 @@ def _open_home(
     run: Run, config: dict[str, Any], interrupts: Interrupts, stack: contextlib.ExitStack
 ) -> Home:
     """Lock the run until `stack` closes, and copy what `run.start` provides."""
-    place = _place(run)
+    run_folder = _run_folder(run)
     # One lock serves all processes of a run, so only the first one takes it.
     with hosts.one_after_another():
         if hosts.is_first():
-            place.claim(config, run.start, stack)
-        place.pull()
-    place.require_shared()
-    use_cache(place.programs)
-    metrics = MetricsWriter(place.folder, run.wandb, config)
+            run_folder.claim(config, run.start, stack)
+        run_folder.pull()
+    run_folder.require_shared()
+    use_cache(run_folder.programs)
+    metrics = MetricsWriter(run_folder.folder, run.wandb, config)
     stack.enter_context(contextlib.closing(metrics))
-    return Home(place, config, metrics, Usage(), interrupts, run.profile)
+    return Home(run_folder, config, metrics, Usage(), interrupts, run.profile)
 
 
 def _prepare(run: Run, home: Home, questions: Sequence[Question] | None) -> Data:
@@ -194,9 +194,9 @@ def _prepare(run: Run, home: Home, questions: Sequence[Question] | None) -> Data
             )
 
     with hosts.one_after_another(alike=Stopped):
-        home.place.pull()
+        home.run_folder.pull()
         data = prepare(run, home.folder, check, questions)
-        home.place.push()
+        home.run_folder.push()
     if run.data is not None:
         hosts.require_same(f"data.folder: {run.data.folder}, the prepared set", data.digest)
     return data if run.rl is None else data.of_kinds(run.rl.kinds)
@@ -230,7 +230,7 @@ def _show(run: Run, topology: str) -> int:
     """Print what the run needs. Returns 1 if it would stop, else 0."""
     if not topology:
         cluster.connect()
-    findings = check(run, resolved(run), _place(run), topology)
+    findings = check(run, resolved(run), _run_folder(run), topology)
     if hosts.is_first():
         print(as_text(findings))
     return int(any(finding.is_error for finding in findings))
@@ -251,10 +251,10 @@ def train(run: Run, prepared: Callable[[Run], Run] = lambda run: run) -> int:
     cluster.connect()
     with Interrupts() as interrupts, cluster.ending_with_the_others():
         run = prepared(run)
-        require_ready(run, resolved(run), _place(run))
+        require_ready(run, resolved(run), _run_folder(run))
         report = execute(run, interrupts)
     seconds = format_seconds(time.monotonic() - begin)
-    print(f"done in {seconds}; see {_place(run).in_words(str(report))}")
+    print(f"done in {seconds}; see {_run_folder(run).in_words(str(report))}")
     return 0
 
 
@@ -319,7 +319,7 @@ def _in_words(error: Exception, run: Run) -> str:
             "checkpoint"
         )
     if is_bucket(run.run_dir):
-        return _place(run).in_words(str(error))
+        return _run_folder(run).in_words(str(error))
     return str(error)
 
 

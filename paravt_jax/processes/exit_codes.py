@@ -24,20 +24,8 @@ class UserError(Exception):
 USER_ERRORS = (UserError, ValueError, OSError, ModuleNotFoundError)
 """What a command prints in one line. Any other exception is a fault of the program."""
 
-_TEMPORARY_ERRNOS = frozenset(
-    {
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EIO,
-        errno.ESTALE,
-        errno.EAGAIN,
-        errno.EBUSY,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-    }
-)
+# Of disks and networks that may recover.
+_TEMPORARY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EHOSTUNREACH)
 
 
 def exit_code(error: BaseException) -> int:

@@ -68,7 +68,7 @@ def gather(value: T) -> list[T]:
     global _waited
     if process_count() == 1:
         return [value]
-    start = time.perf_counter()
+    began = time.perf_counter()
     data = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(len(data)))
     # An all-gather needs one shape on all processes, and XLA compiles each shape once. Padding to a
@@ -76,7 +76,7 @@ def gather(value: T) -> list[T]:
     padded = np.zeros(max(_SMALLEST_MESSAGE, 1 << int(sizes.max() - 1).bit_length()), np.uint8)
     padded[: len(data)] = data
     messages = multihost_utils.process_allgather(padded)
-    _waited += time.perf_counter() - start
+    _waited += time.perf_counter() - began
     return [
         pickle.loads(message[:size].tobytes())
         for message, size in zip(messages, sizes, strict=True)
@@ -186,6 +186,5 @@ def share_of(count: int) -> slice:
     7 items over 2 processes give slice(0, 4) and slice(4, 7).
     """
     per_process = math.ceil(count / process_count())
-    start = min(process_index() * per_process, count)
-    end = min(start + per_process, count)
-    return slice(start, end)
+    first = min(process_index() * per_process, count)
+    return slice(first, min(first + per_process, count))

@@ -56,13 +56,13 @@ def text(choice: Choice) -> str:
 class Asked:
     """The outcome of a request, and the times at which the server got its attempts."""
 
-    found: str | Failure
+    answer: str | Failure
     times: list[float]
 
     @property
     def failure(self) -> Failure:
-        assert isinstance(self.found, Failure)
-        return self.found
+        assert isinstance(self.answer, Failure)
+        return self.answer
 
 
 def ask(replies: list[Reply], deadline: float | None = None, **fields) -> Asked:
@@ -126,7 +126,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize("reply", NONSENSE.values(), ids=NONSENSE.keys())
 def test_a_broken_reply_is_asked_for_again(reply):
-    assert ask([reply, says("1")]).found == "1"
+    assert ask([reply, says("1")]).answer == "1"
     asked = ask([reply])
     assert not asked.failure.status and len(asked.times) == 3
 
@@ -148,7 +148,7 @@ def test_any_body_fails_as_a_value(body):
 
 @pytest.mark.parametrize("status", [408, 429, 503])
 def test_a_status_that_may_pass_is_asked_again(status):
-    assert ask([Reply(status=status), says("1")]).found == "1"
+    assert ask([Reply(status=status), says("1")]).answer == "1"
     asked = ask([Reply(status=status)])
     assert asked.failure.status == status and len(asked.times) == 3
 
@@ -170,7 +170,7 @@ def test_a_stalled_request_is_given_up_and_asked_again(stall):
     asked = ask([stall, says("1")], timeout=0.5, attempts=9)
     assert time.monotonic() - start < STALL
     # More than one failure on a machine that is itself as slow as a stalled server.
-    assert asked.found == "1" and len(asked.times) > 1
+    assert asked.answer == "1" and len(asked.times) > 1
 
 
 @pytest.mark.parametrize(

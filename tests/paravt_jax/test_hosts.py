@@ -24,7 +24,7 @@ def test_two_processes_communicate(together, tmp_path):
     ended = together([PROGRAM, "talk", str(tmp_path)], 2, devices=1)
     first, second = (json.loads(process.out.splitlines()[-1]) for process in ended)
     assert (first["first"], second["first"]) == (True, False)
-    assert (first["found"], second["found"]) == (False, True), "the second finds the first's file"
+    assert (first["exists"], second["exists"]) == (False, True), "the second finds the first's file"
     values = [{"index": i, "long": "x" * (10 + 1000 * i)} for i in (0, 1)]
     assert first["gathered"] == second["gathered"] == values
     # Both stop, but the other's signal is not recorded as one's own, which may still come.

@@ -29,7 +29,7 @@ from train.learn.weight_sync import WeightSync
 def talk(folder: pathlib.Path, index: int) -> dict:
     file = folder / "made"
     with hosts.one_after_another():
-        found = file.exists()
+        exists = file.exists()
         if hosts.is_first():
             time.sleep(0.5)
             file.write_text("by the first")
@@ -60,7 +60,7 @@ def talk(folder: pathlib.Path, index: int) -> dict:
         stopped = f"{stop.code} {stop}"
     return {
         "first": hosts.is_first(),
-        "found": found,
+        "exists": exists,
         "apart": apart,
         "stopped": stopped,
         "left": sorted(file.name for file in folder.rglob(".*")),
@@ -135,7 +135,7 @@ def damaged(folder: pathlib.Path, index: int) -> dict:
     def state(seed: int) -> dict:
         whole = np.random.default_rng(seed).random(4096 * jax.device_count(), np.float32)
         return {
-            "w": jax.make_array_from_callback(whole.shape, sharding, lambda place: whole[place])
+            "w": jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
         }
 
     checkpoints = Checkpoints(folder / "rl", asynchronous=True)

@@ -200,9 +200,9 @@ def test_a_push_may_be_killed_between_any_two_writes(store, tmp_path, monkeypatc
         left = 100
         there = tmp_path / f"{number}-pulled"
         BucketFiles(address, there).pull()
-        found = content(there)
-        assert sum(name.startswith("model/") for name in found) in (0, 2)
-        outcomes.append(found == after)
+        pulled = content(there)
+        assert sum(name.startswith("model/") for name in pulled) in (0, 2)
+        outcomes.append(pulled == after)
     assert outcomes[0] is False and outcomes[-1] is True
 
 
@@ -248,10 +248,10 @@ def machine(tmp_path, monkeypatch):
 
 def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick):
     settings = {"name": "x", "sft": {"steps": 3}}
-    place = RunFolder("gs://bucket/claims/x/")
+    run_folder = RunFolder("gs://bucket/claims/x/")
     with contextlib.ExitStack() as stack:
-        place.claim(settings, "", stack)
-        fill(place.folder, {"metrics.jsonl": "1\n"})
+        run_folder.claim(settings, "", stack)
+        fill(run_folder.folder, {"metrics.jsonl": "1\n"})
         with pytest.raises(RunFolderError, match="in use by another process"):
             RunFolder("gs://bucket/claims/x").claim(settings, "", contextlib.ExitStack())
     # A run that ends pushes what it wrote last.
@@ -259,7 +259,7 @@ def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick
     machine("second")
     again = RunFolder("gs://bucket/claims/x")
     assert again.require_usable(settings)
-    assert again.folder != place.folder
+    assert again.folder != run_folder.folder
     with contextlib.ExitStack() as stack:
         again.claim(settings, "", stack)
         assert content(again.folder)["metrics.jsonl"] == "1\n"

@@ -134,8 +134,8 @@ def test_a_run_equals_one_on_a_disk(store, machine, start, whole, tmp_path, caps
 
     assert train.run.main(command(address)) == 0
     assert f"see {address}/report.html" in capsys.readouterr().out
-    found = figures(store.read("runs/equal/metrics.jsonl"), tmp_path)
-    assert found == figures((whole / "metrics.jsonl").read_bytes(), tmp_path)
+    lines = figures(store.read("runs/equal/metrics.jsonl"), tmp_path)
+    assert lines == figures((whole / "metrics.jsonl").read_bytes(), tmp_path)
     weights = store.read("runs/equal/model/model.safetensors")
     assert weights == (whole / "model/model.safetensors").read_bytes()
     ours = json.loads(store.read("runs/equal/result.json"))
@@ -147,7 +147,7 @@ def test_a_run_equals_one_on_a_disk(store, machine, start, whole, tmp_path, caps
     # Another run begins with its cold start, which the store copies.
     assert train.run.main(command("gs://bucket/runs/other", "--start", address)) == 0
     other = figures(store.read("runs/other/metrics.jsonl"), tmp_path)
-    assert other == [row for row in found if row["phase"] == "rl"]
+    assert other == [line for line in lines if line["phase"] == "rl"]
     assert store.read("runs/other/model/model.safetensors") == weights
 
     for target in (str(tmp_path / "model"), "gs://bucket/exported"):
@@ -186,8 +186,8 @@ def test_two_processes_are_killed_and_go_on_elsewhere(together, store, machine, 
     machine("second")
     for ended in together(again, 2, devices=4, timeout=LONG):
         assert ended.code == 0, ended.err[-3000:]
-    found = figures(store.read("runs/two/metrics.jsonl"), tmp_path)
-    assert found == figures((tmp_path / "disk/metrics.jsonl").read_bytes(), tmp_path)
+    lines = figures(store.read("runs/two/metrics.jsonl"), tmp_path)
+    assert lines == figures((tmp_path / "disk/metrics.jsonl").read_bytes(), tmp_path)
     weights = store.read("runs/two/model/model.safetensors")
     assert weights == (tmp_path / "disk/model/model.safetensors").read_bytes()
 

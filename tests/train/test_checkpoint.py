@@ -220,9 +220,9 @@ def two_checkpoints(folder: pathlib.Path) -> None:
     checkpoints.close()
 
 
-def flip(file: pathlib.Path, place: float) -> None:
+def flip(file: pathlib.Path, share: float) -> None:
     data = bytearray(file.read_bytes())
-    data[int(place * len(data))] ^= 16
+    data[int(share * len(data))] ^= 16
     file.write_bytes(data)
 
 
@@ -241,8 +241,8 @@ def test_a_flipped_bit_never_changes_what_is_restored(tmp_path):
     refused = 0
     for file in files:
         sound = file.read_bytes()
-        for part in range(8):
-            flip(file, part / 8)
+        for eighth in range(8):
+            flip(file, eighth / 8)
             try:
                 assert restored(tmp_path) == 2
             except CheckpointError as error:
@@ -279,15 +279,15 @@ def test_a_changed_array_of_any_kind_is_named(tmp_path, monkeypatch, kind):
     read = checkpoints._read
 
     def changed(step, item, arguments):
-        found = read(step, item, arguments)
+        arrays = read(step, item, arguments)
         if item == "state":
-            as_bits = jax.random.key_data(found[kind]) if kind == "key" else found[kind]
+            as_bits = jax.random.key_data(arrays[kind]) if kind == "key" else arrays[kind]
             other = np.array(as_bits)
             other.view(np.uint8).flat[-1] ^= 1
-            found[kind] = other if kind == "host" else jnp.asarray(other)
+            arrays[kind] = other if kind == "host" else jnp.asarray(other)
             if kind == "key":
-                found[kind] = jax.random.wrap_key_data(found[kind])
-        return found
+                arrays[kind] = jax.random.wrap_key_data(arrays[kind])
+        return arrays
 
     assert checkpoints.restore(state)[2] == 1
     monkeypatch.setattr(checkpoints, "_read", changed)

@@ -68,7 +68,7 @@ def test_metrics_after_the_last_checkpoint_are_not_verified(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"phase": "rl", "step": 5, "wall": 0.0}) + "\n")
     assert train(run, "rl", 6) == 4
-    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")][-2:] == [5, 6]
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")][-2:] == [5, 6]
 
 
 @pytest.mark.parametrize("lost", ["", "4"])
@@ -88,7 +88,7 @@ def test_without_its_newest_checkpoint_a_run_goes_on_from_the_one_before(run):
     (run / "model").rmdir()
     before = made(run)
     assert train(run, "rl", 4) == 2
-    steps = [(row["phase"], row["step"]) for row in read_metrics(run / "metrics.jsonl")]
+    steps = [(line["phase"], line["step"]) for line in read_metrics(run / "metrics.jsonl")]
     assert steps == [(phase, step) for phase in ("sft", "rl") for step in (1, 2, 3, 4)]
     after = made(run)
     assert {name for name in before if after[name] != before[name]} == {"rl-3", "rl-4"}
@@ -110,4 +110,4 @@ def test_a_cold_start_of_another_run_needs_no_metrics_here(run, tmp_path_factory
     start = {"start": str(run)}
     assert (train(other, "sft", 4, **start), train(other, "rl", 4, **start)) == (4, 0)
     assert train(other, "rl", 4, **start) == 4
-    assert {row["phase"] for row in read_metrics(other / "metrics.jsonl")} == {"rl"}
+    assert {line["phase"] for line in read_metrics(other / "metrics.jsonl")} == {"rl"}

@@ -17,7 +17,7 @@ from train.durable.metrics import MetricsWriter, read_metrics
 
 
 def steps(folder):
-    return [(row["phase"], row["step"]) for row in read_metrics(folder / "metrics.jsonl")]
+    return [(line["phase"], line["step"]) for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def written(folder):
@@ -32,25 +32,25 @@ def read_events(file):
     """Read an event file as (name, step, value); "start" makes TensorBoard hide later steps."""
     # Each record is: length (8 bytes), checksum (4), event, checksum (4).
     proto: Any = event_pb2
-    found = []
+    events = []
     data = file.read_bytes()
     while data:
         (length,) = struct.unpack("<Q", data[:8])
         event = proto.Event.FromString(data[12 : 12 + length])
         if event.session_log.status == proto.SessionLog.START and event.step:
-            found.append(("start", event.step, 0.0))
-        found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            events.append(("start", event.step, 0.0))
+        events += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
         data = data[16 + length :]
-    return found
+    return events
 
 
 def test_every_line_is_flat_and_on_disk_at_once(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.write("rl", 3, {"reward/accuracy": 0.5, "loss": math.nan, "kl": math.inf})
     [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert row.pop("wall") > 1e9
-    assert row == {"phase": "rl", "step": 3, "reward/accuracy": 0.5, "loss": None, "kl": None}
+    content = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert content.pop("wall") > 1e9
+    assert content == {"phase": "rl", "step": 3, "reward/accuracy": 0.5, "loss": None, "kl": None}
 
 
 def test_truncating_removes_later_steps_and_later_phases(tmp_path):

@@ -38,9 +38,9 @@ def figures(folder: pathlib.Path) -> list[dict[str, float]]:
 
 
 def require_close(
-    found: list[dict[str, float]], wanted: list[dict[str, float]], bound: float
+    ours: list[dict[str, float]], wanted: list[dict[str, float]], bound: float
 ) -> None:
-    for mine, other in zip(found, wanted, strict=True):
+    for mine, other in zip(ours, wanted, strict=True):
         assert mine["phase"] == other["phase"]
         assert mine["step"] == other["step"]
         numbers = {name: value for name, value in other.items() if name != "phase"}

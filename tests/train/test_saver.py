@@ -65,7 +65,7 @@ class Run:
         return done
 
     def written(self) -> list[int]:
-        return [row["step"] for row in read_metrics(self.folder / "metrics.jsonl")]
+        return [line["step"] for line in read_metrics(self.folder / "metrics.jsonl")]
 
 
 def test_it_is_saved_regularly_and_at_its_end(tmp_path):

@@ -53,12 +53,12 @@ def test_waiting_counts_from_the_beginning_of_the_step(counters):
 def test_what_compiles_after_the_first_steps_is_counted(counters):
     usage = Usage()
     usage.watch(*counters)
-    found = []
+    counts = []
     for _ in range(Usage.WARM_UP + 2):
         usage.reset()
         usage.compilations.count += 2
-        found.append(usage.metrics({})["recompilations"])
-    assert found == [0, 0, 0, 2, 2]
+        counts.append(usage.metrics({})["recompilations"])
+    assert counts == [0, 0, 0, 2, 2]
     usage.reset()
     assert usage.metrics({})["recompilations"] == 0
 

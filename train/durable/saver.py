@@ -54,7 +54,7 @@ _BACKUP = "restore it from a backup, or start anew with another --run-dir."
 class Home:
     """A run that this process has locked, and what all of its phases use."""
 
-    place: RunFolder
+    run_folder: RunFolder
     config: dict[str, Any]
     """The run's settings as JSON, stored beside each checkpoint."""
     metrics: MetricsWriter
@@ -71,7 +71,7 @@ class Home:
     @property
     def folder(self) -> pathlib.Path:
         """The folder of the run's files, without checkpoints."""
-        return self.place.folder
+        return self.run_folder.folder
 
 
 @runtime_checkable
@@ -309,7 +309,7 @@ class Saver:
             raise self._diverged(f"after {self._step(step)}, {destroyed} is not finite")
         with jax.profiler.TraceAnnotation("save"):
             self._home.check()
-            self._home.place.push()
+            self._home.run_folder.push()
             score = hosts.from_first(lambda: self._score(step))
             self._checkpoints.save(step, state, {**self._meta, "cursor": pack(cursor)}, score)
 
@@ -363,9 +363,9 @@ class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         own = module.partition(".")[0] in ("paravt_jax", "rollout", "train")
         if own or module in ("numpy", "numpy._core.multiarray", "numpy._core.numeric"):
-            found = super().find_class(module, name)
-            if isinstance(found, type) or (not own and name in ("_reconstruct", "_frombuffer")):
-                return found
+            kind = super().find_class(module, name)
+            if isinstance(kind, type) or (not own and name in ("_reconstruct", "_frombuffer")):
+                return kind
         raise pickle.UnpicklingError(f"{module}.{name} is no record")
 
 
@@ -385,7 +385,7 @@ def open_saver(
     # settings that affect a cold start.
     recorded = identity(home.config) if name == "rl" else cold_start_identity(home.config)
     checkpoints = Checkpoints(
-        home.place.checkpoints / name,
+        home.run_folder.checkpoints / name,
         asynchronous=True,
         identity={"settings": recorded, **origin.content},
     )
