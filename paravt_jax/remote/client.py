@@ -28,6 +28,8 @@ from paravt_jax.method.judge import ServerSettings
 FIRST_WAIT = 1.0
 """Upper bound on the seconds before the second attempt. It doubles with each further attempt."""
 
+# Upper bound on the bytes of a reply. A longer one is no chat completion.
+_BODY_LIMIT = 4 << 20
 # Upper bound on the characters that are kept of a server's own message.
 _MESSAGE_LIMIT = 300
 _FEWER = "send fewer requests at once (--episodes, or the judge's concurrency)"
@@ -208,13 +210,21 @@ class Client:
         """Make one request. Redirects are not followed, so that the key goes to the endpoint
         only."""
         key = self._key()
-        headers = {"Content-Type": "application/json"}
+        # Uncompressed: a few bytes could become gigabytes.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
         timeout = self._settings.timeout
+        body = b""
         try:
-            async with asyncio.timeout(timeout):
-                response = await self._http.post(self._url, content=content, headers=headers)
+            async with (
+                asyncio.timeout(timeout),
+                self._http.stream("POST", self._url, content=content, headers=headers) as response,
+            ):
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > _BODY_LIMIT:
+                        return Failure(f"the reply is longer than {_BODY_LIMIT} bytes", _ADDRESS)
         except TimeoutError:
             remedy = f"{_LOG}, {_FEWER}, or raise the time limit (timeout)"
             return Failure(f"no reply within timeout = {timeout} s", remedy)
@@ -222,7 +232,7 @@ class Client:
             # Only the type: the error's text may quote the request, and with it the key.
             what = f"the connection failed ({type(error).__name__})"
             return Failure(what, "check the address, and that the server runs")
-        message = _server_message(response.text, key)
+        message = _server_message(body, key)
         status = response.status_code
         if not response.is_success:
             # 408 (timeout), 429 (too many requests) and server errors may be temporary.
@@ -231,7 +241,7 @@ class Client:
             remedy = _REMEDIES.get(status, _LOG)
             return Failure(f"status {status}{message}", remedy, status, again=again, wait=wait)
         try:
-            return read(_choice(response.content))
+            return read(_choice(body))
         except UnusableReply as error:
             return Failure(f"{error}{message}", error.remedy)
 
@@ -253,17 +263,37 @@ def _choice(body: bytes) -> Choice:
         text = message.get("content")
         thought = message.get("reasoning_content") or message.get("reasoning")
         return Choice(
-            text if isinstance(text, str) else None,
+            _joined(text),
             choice.get("finish_reason"),
             choice.get("stop_reason"),
-            thought if isinstance(thought, str) else "",
+            _joined(thought) or "",
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UnusableReply("the reply is not a complete chat completion") from error
 
 
-def _server_message(text: str, key: str) -> str:
-    """Return what a server says in brackets, on one line and without the key; "" for nothing."""
+def _joined(content: Any) -> str | None:
+    """Return a content's text, which may be a list of items; None if it has none."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    items = [item for item in content if isinstance(item, dict) and item.get("type") == "text"]
+    texts = [item["text"] for item in items if isinstance(item.get("text"), str)]
+    return "".join(texts) if texts else None
+
+
+def _server_message(body: bytes, key: str) -> str:
+    """Return what a server says in brackets, on one line and without the key; "" for nothing.
+
+    It is a field of the reply's JSON, or else its text.
+    """
+    try:
+        reply = json.loads(body)
+    except (ValueError, RecursionError):
+        reply = None
+    for field in ("error", "message", "detail"):
+        if isinstance(reply, dict) and field in reply:
+            reply = reply[field]
+    text = reply if isinstance(reply, str) else body.decode("utf-8", errors="replace")
     # Control characters could move the cursor of the terminal that shows the message.
     printable = "".join(c if c.isprintable() else " " for c in text)
     message = " ".join(printable.split())

@@ -46,8 +46,12 @@ _PARSER_REMEDY = (
     "reasoning, because a parser removes them from the text"
 )
 # How servers say that a reply was cut at its token limit, and that they did not finish a reply.
-_CUT = ("length", "max_length", "max_tokens")
-_BROKEN = ("error", "abort", "aborted", "cancelled", "timeout")
+_CUT = (
+    "length max_length max_tokens max_output_tokens model_length model_context_window_exceeded"
+).split()
+_BROKEN = (
+    "error abort aborted cancelled canceled failed timeout insufficient_system_resource"
+).split()
 HOPELESS = 20
 """A run ends after this many questions in a row without an answer. Each has had all its attempts,
 and the next command asks them again."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import threading
 import time
 from concurrent.futures import wait
@@ -296,3 +297,20 @@ def test_an_address_with_a_secret_is_refused_without_showing_it(address):
 def test_an_address_that_cannot_be_asked_is_refused_with_an_example(address):
     with pytest.raises(ValueError, match="--endpoint: .*http://localhost:8000/v1"):
         check_address("--endpoint", address, "MY_KEY")
+
+
+def test_the_key_is_seen_nowhere(caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    quoting = Reply(f"Incorrect key: {SECRET}".encode(), 401, (("WWW-Authenticate", "Bearer"),))
+    replies = [Reply(status=500), says(SECRET), Reply(close=True), quoting]
+    with serving(lambda n, _: replies[n]) as server:
+        client = Client(quick(server.endpoint, attempts=4))
+
+        def refuse(choice):
+            raise UnusableReply("not this")
+
+        failure = client.ask({}, refuse).result(STALL)
+        sent = [received.headers["Authorization"] for received in server.received]
+    assert sent == [f"Bearer {SECRET}"] * 4
+    shown = [caplog.text, *capfd.readouterr(), repr(vars(client)), repr(failure)]
+    assert not any(SECRET in text for text in shown)

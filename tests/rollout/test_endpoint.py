@@ -349,3 +349,45 @@ def test_a_deadline_is_kept(images, small_vocabulary):
     assert answered == ticket
     assert sample.stop is SampleStop.DEADLINE
     assert not sample.ids.size
+
+
+@pytest.mark.parametrize("content", ["\n", None, []])
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_a_reply_without_a_text_is_a_failed_request_and_no_wrong_answer(ask, content, field):
+    reply = parsed(content=content, **{field: "I see."})
+    episode, server = ask(lambda number, received: reply, attempts=2)
+    assert episode.stop is StopReason.FAILED
+    assert "the reply has no text (finish_reason 'stop')" in episode.reason
+    assert "without a parser" in episode.reason
+    assert "\n" not in episode.reason
+    assert len(server.received) == 2
+
+
+@pytest.mark.parametrize("finish", ["STOP", "end_turn", "odd", 0])
+def test_a_good_text_counts_however_its_end_is_called(ask, finish):
+    episode, _ = ask(lambda number, received: says(ANSWER, finish))
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
+
+
+BROKEN = ["ERROR", "abort"]
+HALVES = {
+    "none": None,
+    "empty": "",
+    "answer": "so\n</think>\n<answer>sev",
+    "call": PLAN[:40],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "finish"),
+    [*((text, "error") for text in HALVES.values()), *(("I see", finish) for finish in BROKEN)],
+    ids=[*HALVES, *BROKEN],
+)
+def test_a_reply_that_its_server_broke_off_is_a_failed_request(ask, text, finish):
+    episode, server = ask(lambda number, received: says(text, finish), attempts=2)
+    assert episode.stop is StopReason.FAILED
+    assert episode.answer is None
+    assert f"did not finish the reply (finish_reason '{finish}')" in episode.reason
+    assert "look into the server's log" in episode.reason
+    assert len(server.received) == 2
