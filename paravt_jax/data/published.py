@@ -109,7 +109,8 @@ class _About(pydantic.BaseModel):
 
 def _from_json(value: Any) -> Any:
     """Parse a text of JSON. Columns hold either it or its content."""
-    return pydantic_core.from_json(value) if isinstance(value, str) else value
+    # A lone surrogate fails in `encode`, with a ValueError.
+    return pydantic_core.from_json(value.encode()) if isinstance(value, str) else value
 
 
 _Messages = Annotated[list[_Message], pydantic.Field(min_length=1)]

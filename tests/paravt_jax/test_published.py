@@ -149,6 +149,7 @@ def test_the_name_of_the_video_replaces_its_path(path, text, expected):
         (rl_row(A) | {"videos": []}, Reason.BROKEN),
         (rl_row(A) | {"videos": [{"video": A}, {"video": A}]}, Reason.PROTOCOL),
         (rl_row(A) | {"extra_info": "[" * 100_000}, Reason.BROKEN),
+        (rl_row(A) | {"extra_info": '"\ud800"'}, Reason.BROKEN),
         (rl_row(A) | {"prompt": [{"role": "user", "content": None}]}, Reason.BROKEN),
         (rl_row(A) | {"prompt": [{"role": "user", "content": "a"}] * 2}, Reason.BROKEN),
         (rl_row(A) | {"extra_info": {"answer": "A", "evidence": [9, 3]}}, Reason.BROKEN),
