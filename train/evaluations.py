@@ -116,7 +116,6 @@ class Evaluator:
 
     def _play_missing(self, actor: EngineActor, evaluation: _Evaluation) -> None:
         """Play the settings whose K has no file yet."""
-        played = False
         budgets = self.run.evaluation.frames
         with Progress(f"evaluate {evaluation.name}", "K", shown=hosts.is_first()) as progress:
             for number, k in enumerate(budgets, 1):
@@ -126,10 +125,7 @@ class Evaluator:
                     with hosts.one_after_another():
                         if hosts.is_first():
                             self._write(file, content)
-                    played = True
                 progress.update(number, len(budgets))
-        if played:
-            self.home.report()
 
     def _play_k(self, actor: EngineActor, evaluation: _Evaluation, k: int) -> dict[str, Any]:
         """Play all settings with `k` frames.

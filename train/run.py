@@ -31,7 +31,7 @@ from models.model import VisionLanguageModel
 from models.sharding import make_mesh
 from paravt_extras.check import as_text, check, require_ready
 from paravt_extras.fit import fit
-from paravt_extras.report.finish import final_report, interim_report
+from paravt_extras.report.finish import final_report
 from paravt_extras.slices import found_devices
 from paravt_jax.data.any_path import is_bucket
 from paravt_jax.data.stored import as_json
@@ -118,9 +118,6 @@ def execute(
         stack.enter_context(naming_remedies(run))
         home = _open_home(run, config, interrupts, stack)
         data = _prepare(run, home, questions)
-        home = dataclasses.replace(
-            home, report=functools.partial(interim_report, home.folder, data.root)
-        )
         model, origin = first_model(run, data, mesh)
         if run.align is not None:
             _align(run, home, data, model, mesh, origin)

@@ -131,12 +131,9 @@ def _key(episode: Record) -> tuple[Any, ...]:
     return episode["question"]["id"], episode["k"], episode["temperature"], episode["dispatch"]
 
 
-def pair_cards(
-    root: pathlib.Path, episodes: Sequence[Record], until: float
-) -> list[tuple[Record, Record]]:
-    """Return the cards of `choose_pairs`, unfolded; frames are read until `until`, see
-    `episode_card`."""
+def pair_cards(root: pathlib.Path, episodes: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Return the cards of `choose_pairs`, unfolded."""
     return [
-        (episode_card(root, old, True, until), episode_card(root, new, True, until))
+        (episode_card(root, old, True), episode_card(root, new, True))
         for old, new in choose_pairs(episodes)
     ]

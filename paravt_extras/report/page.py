@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import os
 import pathlib
 import time
@@ -87,17 +86,14 @@ STACKS = (
 """Prefix of metrics whose sum is of interest, title and note of their chart."""
 
 
-def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.inf) -> pathlib.Path:
+def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
     """Write `run_dir`/report.html and return its path.
 
     If a source file is missing, a note takes the place of its part of the page.
 
     Args:
         run_dir: the run's folder.
-        frame_seconds: seconds after which no more frames of videos are read. Frames that this
-            process has read before take almost no time.
     """
-    until = time.monotonic() + frame_seconds
     root = pathlib.Path(run_dir).resolve()
     config = read_shown_config(root)
     metrics = read_metrics(root / "metrics.jsonl")
@@ -115,12 +111,12 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
         figures=key_figures(result),
         learning=learning,
         groups=group_table(result),
-        pairs=pair_cards(root, episodes, until),
+        pairs=pair_cards(root, episodes),
         facts=_facts(result, config.get("model", {}).get("dtype")),
         claims=claim_charts(rl_lines),
         phases=_phases(metrics),
         table=_table(result),
-        stages=_stages(root, episodes, until),
+        stages=_stages(root, episodes),
         config=json.dumps(config, indent=2, ensure_ascii=False, default=str) if config else "",
     )
     write_atomically(root / "report.html", text)
@@ -329,9 +325,7 @@ def _table(result: Record) -> list[tuple[str, float, list[Record]]]:
 # --- the episodes ---
 
 
-def _stages(
-    root: pathlib.Path, episodes: list[Record], until: float
-) -> list[tuple[str, list[Record]]]:
+def _stages(root: pathlib.Path, episodes: list[Record]) -> list[tuple[str, list[Record]]]:
     """Return (title, cards) of each stage: equally many episodes of each, spread evenly.
 
     The first cards of a stage are unfolded.
@@ -342,6 +336,6 @@ def _stages(
     for stage, members in known.items():
         count = min(len(members), EPISODES // len(known))
         chosen = [members[n * len(members) // count] for n in range(count)]
-        cards = [episode_card(root, e, n < OPEN_PER_STAGE, until) for n, e in enumerate(chosen)]
+        cards = [episode_card(root, e, n < OPEN_PER_STAGE) for n, e in enumerate(chosen)]
         stages.append((STAGES[stage], cards))
     return stages

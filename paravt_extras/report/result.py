@@ -1,7 +1,7 @@
 """The figures and episodes of a run, collected from the files that its phases wrote.
 
-`finish` stores them as result.json when the run is finished. Before that, the report reads them
-anew at every save, so result.json marks a finished run.
+`finish` stores them as result.json, which marks a finished run. Before that, a report reads them
+anew.
 """
 
 from __future__ import annotations

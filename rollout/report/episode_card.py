@@ -10,11 +10,9 @@ import base64
 import functools
 import io
 import itertools
-import math
 import pathlib
 import re
 from collections.abc import Sequence
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -57,16 +55,13 @@ def episode_page(run_dir: pathlib.Path, episode: dict[str, Any]) -> str:
     return environment().get_template("episode.html.jinja").render(card=card)
 
 
-def episode_card(
-    run_dir: pathlib.Path, episode: dict[str, Any], unfolded: bool, until: float = math.inf
-) -> dict[str, Any]:
+def episode_card(run_dir: pathlib.Path, episode: dict[str, Any], unfolded: bool) -> dict[str, Any]:
     """Collect the values that the template needs for one episode.
 
     Args:
         run_dir: the folder that the episode's `video` is relative to.
         episode: a line of episodes.jsonl.
         unfolded: whether the card is open when the page loads.
-        until: value of `time.monotonic` after which no frames are read; a note takes their place.
     """
     path = run_dir / episode["video"]
     turns = episode["turns"]
@@ -80,13 +75,13 @@ def episode_card(
         "facts": _facts(episode, len(turns), calls),
         "ended": STOPS.get(episode["stop"], episode["stop"]),
         "rewards": episode.get("rewards", {}),
-        "overview": _frames(path, episode["overview"], until),
-        "timeline": _timeline(_duration(path, episode["overview"], until), calls, episode),
+        "overview": _frames(path, episode["overview"]),
+        "timeline": _timeline(_duration(path, episode["overview"]), calls, episode),
         "options": _options(episode["question"], episode["answer"]),
         "turns": [
             {
                 "tokens": [_token(token, strongest) for token in turn["tokens"]],
-                "calls": [_call(path, next(call_numbers), call, until) for call in turn["calls"]],
+                "calls": [_call(path, next(call_numbers), call) for call in turn["calls"]],
             }
             for turn in turns
         ],
@@ -150,7 +145,7 @@ def _token(token: dict[str, Any], strongest: float) -> dict[str, Any]:
     return {"text": token["text"], "classes": classes, "notes": notes, "shade": shade}
 
 
-def _call(path: pathlib.Path, index: int, call: dict[str, Any], until: float) -> dict[str, Any]:
+def _call(path: pathlib.Path, index: int, call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with its request, outcome, frames and response.
 
     Transcripts give tool and arguments for every tool except crop_video, which has a window.
@@ -161,7 +156,7 @@ def _call(path: pathlib.Path, index: int, call: dict[str, Any], until: float) ->
         "asked": ", ".join(map(str, call.get("arguments", {}).values())),
         "index": index,
         "done": call["status"] in EXECUTED,
-        "frames": _frames(path, call["times"], until),
+        "frames": _frames(path, call["times"]),
     }
 
 
@@ -213,26 +208,22 @@ def _window(text: str | None) -> tuple[float, float] | None:
     return (float(times[0]), float(times[1])) if len(times) == 2 else None
 
 
-def _duration(path: pathlib.Path, overview: Sequence[float], until: float) -> float:
+def _duration(path: pathlib.Path, overview: Sequence[float]) -> float:
     """Return the length of the time axis in seconds. A video that is not read ends at its last
     frame."""
-    if monotonic() > until:
-        return max([*overview, 1.0])
     try:
         return max(_probe(path).duration, 1.0)
     except VideoError:
         return max([*overview, 1.0])
 
 
-def _frames(path: pathlib.Path, times: Sequence[float], until: float) -> dict[str, Any]:
-    """Return the pictures at `times`, or the reason why they cannot be shown, or that it is too
-    late.
+def _frames(path: pathlib.Path, times: Sequence[float]) -> dict[str, Any]:
+    """Return the pictures at `times`, or the reason why they cannot be shown.
 
     The page may be published, so it shows the name of the file without its folders.
     """
     frames = {"file": path.name, "times": times, "pictures": (), "unreadable": None}
-    frames["left_out"] = bool(times) and monotonic() > until
-    if not times or frames["left_out"]:
+    if not times:
         return frames
     try:
         frame_times = _probe(path).times

@@ -13,8 +13,6 @@ import pytest
 
 import train.run
 from models.sharding import Lowering
-from paravt_extras.report import finish
-from paravt_extras.report.page import write_report
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
@@ -151,41 +149,3 @@ def test_counts_cover_every_setting_and_survive_a_restart(evaluated, tmp_path):
             "other files are not judged again"
         )
         assert again["judge"]["asked"] == asked, "each answer is counted once"
-
-
-def test_the_report_is_written_after_each_evaluation(evaluated, tmp_path, monkeypatch):
-    """Before result.json, which marks a finished run."""
-    pages = []
-
-    def write(folder: pathlib.Path, **bound: float) -> pathlib.Path:
-        report = write_report(folder, **bound)
-        if bound:  # the page of an unfinished run
-            pages.append((report.read_text(), (folder / "result.json").exists()))
-        return report
-
-    monkeypatch.setattr(finish, "write_report", write)
-    evaluated(tmp_path, RewardSettings(format_cap=False))
-    # Before and after RL.
-    assert len(pages) == 2
-    assert all("has not finished" in text for text, _ in pages)
-    assert not any(finished for _, finished in pages)
-    assert "has not finished" not in (tmp_path / "report.html").read_text()
-    for file in (tmp_path / "evaluation").glob("before-*.json"):
-        content = json.loads(file.read_text())
-        assert len(content["seconds"]) == len(content["rows"]) > 0
-        assert min(content["seconds"]) > 0
-
-
-def test_a_report_that_cannot_be_written_does_not_end_the_run(
-    evaluated, tmp_path, monkeypatch, capsys
-):
-    def fail(folder: pathlib.Path, **bound: float) -> pathlib.Path:
-        if bound:  # the page of an unfinished run
-            raise OSError("no space left")
-        return write_report(folder)
-
-    monkeypatch.setattr(finish, "write_report", fail)
-    result = evaluated(tmp_path, RewardSettings(format_cap=False))
-    assert result["after"]
-    told = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert len(told) == 2 and all("no space left" in line for line in told)

@@ -433,15 +433,6 @@ def test_the_page_of_an_unfinished_run_shows_how_far_it_is(tmp_path):
     assert all(re.search(r"0\s*step\s*16", text) for text in charts)
 
 
-def test_frames_are_left_out_when_time_is_up_and_shown_later(tmp_path):
-    one_episode(tmp_path)
-    early = Page(write_report(tmp_path, frame_seconds=0.0).read_text())
-    assert not early.all("img") and not early.all("p", "unreadable")
-    notes = [e["text"] for e in early.all("p", "quiet")]
-    assert sum("read for a later report" in note for note in notes) == 3
-    assert len(page_of(tmp_path).all("img")) == 4 + 2 * 16
-
-
 # --- charts and numbers ---
 
 

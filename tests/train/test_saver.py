@@ -7,7 +7,6 @@ import math
 import pathlib
 import re
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,12 +26,10 @@ class Run:
         self.folder = folder
         self.interrupts = Interrupts()
         self.refuse = False
-        self.report: Callable[[], None] = lambda: None
         self.home = open_home(
             folder,
             interrupts=self.interrupts,
             check=self.check,
-            report=lambda: self.report(),
         )
         self.kept = Checkpoints(folder / "rl", asynchronous=True, identity=identity)
         self.saver = Saver("rl", Steps(7, 3), self.home, self.kept, {"config": 1})
@@ -157,16 +154,6 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path, monkeypatch):
         run.steps()
     assert Checkpoints(tmp_path / "rl").steps() == []
     assert Run(tmp_path).steps() == [1, 2, 3, 4, 5, 6, 7], "it cannot go on"
-
-
-def test_a_report_is_drawn_after_every_save(tmp_path):
-    run = Run(tmp_path)
-    drawn = []
-    run.report = lambda: drawn.append((len(run.written()), run.kept.latest()))
-    with pytest.raises(Stopped):
-        run.steps(stop=5)
-    # Also after the save of a stop. Step and checkpoint agree, so the save came first.
-    assert drawn == [(3, 3), (5, 5)]
 
 
 def test_a_resumed_phase_says_where_it_goes_on(tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 The order in which a step is written matters:
 
-    metrics.jsonl (fsync)  ->  checkpoint, if one is due  ->  report  ->  stop, if requested
+    metrics.jsonl (fsync)  ->  checkpoint, if one is due  ->  stop, if requested
 
 A kill between the first two leaves metrics without a checkpoint; the resumed phase removes them and
 repeats the step. The reverse order could leave a checkpoint without its metrics. As it is,
@@ -64,9 +64,6 @@ class Home:
     """Step of each phase to trace; 0: none."""
     check: Callable[[], None] = lambda: None
     """Called before each save, in every process; an exception from it prevents the save."""
-    report: Callable[[], None] = lambda: None
-    """Writes the report so far; called after each regular save and each evaluation, in every
-    process."""
 
     @property
     def folder(self) -> pathlib.Path:
@@ -256,7 +253,6 @@ class Saver:
             if asked is not None:
                 # The save may still be running in the background, but the message says it is done.
                 self._checkpoints.wait()
-            self._home.report()
         if asked is not None:
             raise Stopped(asked, f"stopped after {self._step(step)}, which is saved")
 
