@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from models import compile_ahead as module
-from models.compile_ahead import compile_ahead
+from models.compile_ahead import compile_ahead, compile_threads
 from models.features import FrameFeatures, FrameSettings
 from models.sharding import abstract, make_mesh
 from paravt_jax.data import video
@@ -57,12 +58,20 @@ def test_a_program_that_cannot_be_compiled_ends_the_work(monkeypatch):
     class Lowered:
         def compile(self) -> None:
             compiled.append(self)
+            time.sleep(0.01)  # meanwhile, what waits is cancelled
             raise ValueError("too large")
 
     programs: list[Any] = [Lowered] * 50
     with pytest.raises(ValueError, match="too large"):
         compile_ahead(programs)
     assert len(compiled) < 50
+
+
+def test_the_host_bounds_how_many_programs_compile_at_a_time(monkeypatch):
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 112)
+    for memory, threads in ((1e9, 1), (16e9, 2), (192e9, 32), (4e12, 112)):
+        monkeypatch.setattr(module, "host_memory", lambda memory=memory: memory)
+        assert compile_threads() == threads
 
 
 def test_the_tower_is_compiled_for_the_sizes_of_the_videos(small_model, tmp_path):

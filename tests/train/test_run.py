@@ -46,6 +46,10 @@ def command(folder: pathlib.Path, *arguments: str) -> int:
     return train.run.main(["--config=small", "--run-dir", str(folder), *arguments])
 
 
+# They share a whole run.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def finished(small, tmp_path_factory) -> pathlib.Path:
     """The folder of an uninterrupted run."""
@@ -158,7 +162,6 @@ def test_episodes_are_kept_and_shown_in_the_report(finished):
     assert "<svg" in report
 
 
-@pytest.mark.slow
 def test_the_trained_model_answers_questions(finished, small):
     model = load(finished / "model")
     assistant = Assistant(
@@ -287,7 +290,6 @@ def test_a_mesh_with_too_many_devices_is_refused_before_any_data_is_made(small, 
 # --- killed in the middle ---
 
 
-@pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path, compiled):
     """Episodes are in flight at every checkpoint; benchmarks.killing has more kills."""
     tally = kill_again_and_again(4, 3, tmp_path, compiled, max_staleness=1)
