@@ -48,7 +48,7 @@ from models.weights.hf_config import from_hf, to_hf
 from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data import archives, tokenizer_file
 from paravt_jax.data.archives import ArchiveError
-from paravt_jax.data.example_reading import Example, Reading, read_example
+from paravt_jax.data.example_reading import Example, ExampleReading, read_example
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError
 from paravt_jax.data.published import open_table, read_table
@@ -241,7 +241,9 @@ def rows(folders: Folders) -> FileKind:
         for row in read_table(table)
     ]
     vocabulary = folders.folder / "tokenizer"
-    reading = Reading(str(folders.inside), str(vocabulary), family().dialect, ProtocolSettings())
+    reading = ExampleReading(
+        str(folders.inside), str(vocabulary), family().dialect, ProtocolSettings()
+    )
     workers = Workers(functools.partial(read_example, reading), 1, SECONDS)
     hostile = hostile_values(folders)
 

@@ -21,7 +21,7 @@ from typing import Any
 from configs import RECIPES
 from models.weights.folder import local_folder
 from paravt_jax.data import datasets, tokenizer_file
-from paravt_jax.data.example_reading import Reading, read_example
+from paravt_jax.data.example_reading import ExampleReading, read_example
 from paravt_jax.data.frame_reader import PATIENCE
 from paravt_jax.data.preparation import (
     LEFT_OUT,
@@ -177,7 +177,7 @@ def prepare_set(
         ValueError: If the folder contains a set that was prepared with other settings.
         OSError: If another process prepares data in the folder.
     """
-    reading = Reading(
+    reading = ExampleReading(
         root="",  # known when the media are there
         tokenizer=str(local_folder(run.model.path, weights=False)),
         dialect=run.model.dialect,

@@ -39,7 +39,7 @@ from paravt_jax.method.tools.crop_video import CROP_FPS, resolve_window
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class ExampleReading:
     """Settings of the conversion of examples to records."""
 
     root: str
@@ -93,7 +93,7 @@ class Outcome:
     detail: str = ""
 
 
-def read_example(reading: Reading, example: Example) -> Outcome:
+def read_example(reading: ExampleReading, example: Example) -> Outcome:
     """Read one example, and check that its videos can be decoded."""
     checker = VideoChecker(reading)
     try:
@@ -135,7 +135,7 @@ def _record(example: Example, checker: VideoChecker) -> Question | Conversation:
 class VideoChecker:
     """Chooses which frames of an example's files are shown, and checks that they can be decoded."""
 
-    def __init__(self, reading: Reading):
+    def __init__(self, reading: ExampleReading):
         self.reading = reading
         self.seconds: dict[str, float] = {}
         """Durations of all videos so far, by path."""
@@ -210,5 +210,5 @@ def _require_decodable(file: str, first: int, last: int) -> None:
 
 # A worker process has one tokenizer only.
 @functools.lru_cache(maxsize=1)
-def _protocol(reading: Reading) -> Protocol:
+def _protocol(reading: ExampleReading) -> Protocol:
     return Protocol(tokenizer_file.load(reading.tokenizer, reading.dialect), reading.limits)

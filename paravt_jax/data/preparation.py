@@ -30,7 +30,7 @@ import pydantic
 from typing_extensions import TypedDict
 
 from paravt_jax.data import datasets
-from paravt_jax.data.example_reading import Example, Outcome, Reading, unread_example
+from paravt_jax.data.example_reading import Example, ExampleReading, Outcome, unread_example
 from paravt_jax.data.published import open_table, read_table
 from paravt_jax.data.stored import (
     read_checked_json,
@@ -150,7 +150,7 @@ def digest_of(questions: Sequence[Question]) -> str:
     return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
-def open_prepared(folder: pathlib.Path, reading: Reading) -> Prepared | None:
+def open_prepared(folder: pathlib.Path, reading: ExampleReading) -> Prepared | None:
     """Open a finished set, or return None. The source files are not needed.
 
     Raises:
@@ -186,7 +186,7 @@ def _open(folder: pathlib.Path, stored: _Set) -> Prepared:
 def prepare_examples(
     examples: Examples,
     folder: pathlib.Path,
-    reading: Reading,
+    reading: ExampleReading,
     pool: Workers[Example, Outcome],
     check: Callable[[], None] = lambda: None,
 ) -> Prepared:
@@ -222,7 +222,7 @@ def prepare_examples(
     return _open(folder, content)
 
 
-def _settings(reading: Reading) -> dict[str, Any]:
+def _settings(reading: ExampleReading) -> dict[str, Any]:
     """Return the settings that determine the set, as JSON reads them back."""
     settings = dataclasses.asdict(reading) | {"format": _FORMAT}
     # The videos may have moved, and the dialect is that of the tokenizer.

@@ -31,7 +31,7 @@ from rollout.evaluation.benchmarks import Loaded
 from rollout.evaluation.files import VideoFolder
 from rollout.evaluation.replicas import Devices
 from rollout.evaluation.settings import SUBTITLE_TOKENS, BenchmarkSettings
-from rollout.evaluation.split import Player
+from rollout.evaluation.split import SplitPlayer
 
 # Timestamp in seconds, as long as any label gets. It bounds the lengths of prompts.
 _LATEST_FRAME = 99_999.9
@@ -90,7 +90,7 @@ def load_player(
     judge: Judge | None,
     stack: contextlib.ExitStack,
     devices: Devices = (),
-) -> Player:
+) -> SplitPlayer:
     """Load the model, or connect to the endpoint.
 
     Args:
@@ -119,7 +119,7 @@ def load_player(
         )
         sampler = Engine(model, features, setup.sizes)
         environment = Environment(setup.protocol, features)
-    return Player(sampler, environment, settings, setup.videos, judge)
+    return SplitPlayer(sampler, environment, settings, setup.videos, judge)
 
 
 def open_reader(setup: Setup, replicas: int) -> FrameReader:

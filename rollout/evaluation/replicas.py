@@ -16,7 +16,7 @@ import jax
 
 from rollout.evaluation.benchmarks import Item
 from rollout.evaluation.folder import Line
-from rollout.evaluation.split import Player
+from rollout.evaluation.split import SplitPlayer
 
 Devices = tuple[jax.Device, ...]
 Unit = tuple[Item, ...]
@@ -85,7 +85,7 @@ class Queue:
 
 
 def play_all(
-    players: Sequence[Player], groups: Sequence[Devices], items: Queue
+    players: Sequence[SplitPlayer], groups: Sequence[Devices], items: Queue
 ) -> Generator[Line, None, None]:
     """Play all items of this host, and yield one line per question as it is done.
 
@@ -101,7 +101,7 @@ def play_all(
     # Lines, exceptions, and None at the end of a replica.
     done: queue.SimpleQueue[Line | BaseException | None] = queue.SimpleQueue()
 
-    def play_items(player: Player, devices: Devices) -> None:
+    def play_items(player: SplitPlayer, devices: Devices) -> None:
         try:
             with jax.default_device(devices[0]):
                 for line in player.lines(items.items()):

@@ -37,7 +37,7 @@ from rollout.evaluation.folder import (
 from rollout.evaluation.players import Setup, load_player, make_setup, open_reader
 from rollout.evaluation.replicas import Devices, Queue, device_groups, play_all, units_of
 from rollout.evaluation.settings import OWN, BenchmarkSettings
-from rollout.evaluation.split import Player
+from rollout.evaluation.split import SplitPlayer
 from rollout.evaluation.summary import report, summarise
 from rollout.evaluation.weights_hash import weights_hash
 
@@ -210,7 +210,7 @@ def _play_split(
         if judged := settings.rewards().judge:
             judge = stack.enter_context(contextlib.closing(RemoteJudge(judged)))
 
-        def load_all() -> list[Player]:
+        def load_all() -> list[SplitPlayer]:
             players = []
             for devices in groups:
                 with jax.default_device(devices[0] if len(groups) > 1 else None):

@@ -1,6 +1,6 @@
 """Plays the items of a split and yields one line per finished question.
 
-`Player` wraps `play_and_score`: it finds the video of each item, prepares the question (its
+`SplitPlayer` wraps `play_and_score`: it finds the video of each item, prepares the question (its
 subtitles) and turns the outcome into a line. A question that is left out gets a line with
 the reason.
 """
@@ -46,7 +46,7 @@ _LINE_BREAK = 2  # tokens allowed for the end of a line: joined text may split d
 _LOOSE_TAG = re.compile(rf"<\s*/?\s*(?:{'|'.join(BLOCKS)})\s*>", re.IGNORECASE)
 
 
-class Player:
+class SplitPlayer:
     """Plays items with a sampler."""
 
     def __init__(

@@ -20,7 +20,7 @@ from PIL import Image
 
 from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.data import tokenizer_file
-from paravt_jax.data.example_reading import Example, Reading, read_example
+from paravt_jax.data.example_reading import Example, ExampleReading, read_example
 from paravt_jax.data.preparation import (
     LEFT_OUT,
     SET,
@@ -91,16 +91,16 @@ def files(assets, small_vocabulary, tmp_path_factory):
     return folder
 
 
-def reading_of(files: pathlib.Path, **changes) -> Reading:
+def reading_of(files: pathlib.Path, **changes) -> ExampleReading:
     """Settings with the small tokenizer: every worker would need seconds to load the real one."""
     fields = {"root": str(files / "media"), "tokenizer": str(files), "limits": ProtocolSettings()}
-    return Reading(**(fields | changes), dialect=DIALECT)
+    return ExampleReading(**(fields | changes), dialect=DIALECT)
 
 
 def run(
     files: pathlib.Path,
     folder: pathlib.Path,
-    reading: Reading,
+    reading: ExampleReading,
     check=lambda: None,
     deadline: float = 120,
 ):

@@ -18,7 +18,7 @@ from rollout.agent.episode import Environment
 from rollout.evaluation.benchmarks import Item, load
 from rollout.evaluation.files import VideoFolder
 from rollout.evaluation.settings import BenchmarkSettings
-from rollout.evaluation.split import Player
+from rollout.evaluation.split import SplitPlayer
 from tests.rollout.evaluation import published
 
 SRT = """\
@@ -81,13 +81,13 @@ def features(small_model, videos) -> FrameFeatures:
 
 
 @pytest.fixture
-def player(scripted, small_vocabulary, features, videos) -> Callable[..., Player]:
+def player(scripted, small_vocabulary, features, videos) -> Callable[..., SplitPlayer]:
     """player(turns, **settings) plays with a sampler that says `turns`.
 
     `player.sampler` is the sampler of the last player that was made.
     """
 
-    def make(turns, report=" seven from 8 to 10", **fields) -> Player:
+    def make(turns, report=" seven from 8 to 10", **fields) -> SplitPlayer:
         defaults: dict[str, Any] = {
             "model": "m",
             "benchmark": "videomme",
@@ -97,7 +97,7 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., Player
         settings = BenchmarkSettings(**defaults | fields)
         environment = Environment(Protocol(small_vocabulary, settings.limits(64)), features)
         make.sampler = scripted(turns, report)
-        return Player(make.sampler, environment, settings, VideoFolder(videos))
+        return SplitPlayer(make.sampler, environment, settings, VideoFolder(videos))
 
     return make
 
