@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import gzip
 import hashlib
+import io
 import os
 import pathlib
 import shutil
@@ -29,6 +30,18 @@ _MOST_GROWTH = 50
 _ALWAYS_ALLOWED = 2**20  # bytes
 _HEADER = 512  # bytes of a member's header in a tar
 _TAR_END = bytes(2 * _HEADER)
+_MOST_AT_ONCE = 2**17  # bytes of a read; tarfile copies files in smaller ones
+_GZIP = b"\x1f\x8b"
+_OTHER_COMPRESSIONS = {b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+# Errors of the disk or of permissions. All others come from the archive.
+_DISK_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+}
 
 
 class ArchiveError(ValueError):
@@ -71,9 +84,7 @@ def unpack(name: str, source: pathlib.Path, root: pathlib.Path) -> None:
         mark.touch()
     # Broad because damaged archives find errors of every kind in the libraries.
     except Exception as error:
-        # Errors of the disk have a number. Those of gzip's format have none, and a damaged zip
-        # makes zipfile seek to before its first byte.
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             raise
         reason = foreign.shortened(error, 200) or type(error).__name__
         raise ArchiveError(
@@ -126,22 +137,45 @@ def _extract(path: pathlib.Path, folder: pathlib.Path) -> None:
             # A member ends at the size that it declares, and its checksum is verified.
             zipped.extractall(folder)
     else:
-        with tarfile.open(path) as tar:
+        with _TarReader(path, room) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             tar.extractall(str(folder), filter=checked)
-            _require_end(tar)
+            _require_end(tar, file)
     if not files:
         raise ArchiveError("it holds no file")
 
 
-def _require_end(tar: tarfile.TarFile) -> None:
+class _TarReader(io.BufferedReader):
+    """The content of a tar or tar.gz, of at most `most` bytes.
+
+    tarfile reads long names and other additions to a header whole, before a member can be checked.
+    """
+
+    def __init__(self, path: pathlib.Path, most: int) -> None:
+        with path.open("rb") as file:
+            head = file.read(6)
+        for magic, name in _OTHER_COMPRESSIONS.items():
+            if head.startswith(magic):
+                raise ArchiveError(f"it is compressed with {name}, and only gzip is read")
+        self.is_gzip = head.startswith(_GZIP)
+        super().__init__(gzip.GzipFile(path) if self.is_gzip else io.FileIO(path))
+        self.most = most
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _MOST_AT_ONCE:
+            raise ArchiveError(f"a header in it has more than {_MOST_AT_ONCE} bytes")
+        if self.tell() + size > self.most:
+            raise ArchiveError(f"it unpacks to more than {_MOST_GROWTH} times its size")
+        return super().read(size)
+
+
+def _require_end(tar: tarfile.TarFile, file: _TarReader) -> None:
     """Raise an error unless all of a tar was read, and is sound."""
-    assert tar.fileobj is not None
-    if isinstance(tar.fileobj, gzip.GzipFile):
+    if file.is_gzip:
         # The checksum of gzip is behind the last byte.
-        while tar.fileobj.read(2**20):
+        while file.read1():
             pass
         return
     # tarfile takes the end of the file, and a damaged header, for the end of the archive.
-    tar.fileobj.seek(tar.offset)
-    if tar.fileobj.read(len(_TAR_END)) != _TAR_END:
+    file.seek(tar.offset)
+    if file.read(len(_TAR_END)) != _TAR_END:
         raise ArchiveError(f"it is cut off or damaged after {tar.offset} bytes")

@@ -28,7 +28,7 @@ _STAMP = r"(?:([0-9]{1,4}):)?([0-9]{1,4}):([0-9]{1,4}(?:[.,][0-9]{1,6})?)"
 # Some files have a position on the screen after the times.
 _TIMES = re.compile(rf"^[ \t]*{_STAMP}[ \t]*-->[ \t]*{_STAMP}(?:[ \t].*)?\r?$", re.MULTILINE)
 # "{\an8}" puts a line at the top of the screen.
-_MARKUP = re.compile(r"</?[A-Za-z][^>]*>|\{\\[^}]*\}")
+_MARKUP = re.compile(r"</?[A-Za-z][^<>]*>|\{\\[^{}]*\}")
 
 
 class ForeignFileError(ValueError):

@@ -13,10 +13,10 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import pathlib
 import uuid
-import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -124,8 +124,9 @@ def forget() -> None:
 @functools.lru_cache(maxsize=_MOST_IN_MEMORY)
 def _index_of(path: str, digest: str) -> VideoIndex:
     file = folder() / f"{digest}.npz"
-    # A damaged index is built again: the zip inside has checksums.
-    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    # A damaged index is built again: the zip inside has checksums. Broad because damage raises
+    # errors of every kind in the libraries.
+    with contextlib.suppress(Exception):
         return _load(file)
     index = _build(path)
     unfinished = file.with_name(f"{uuid.uuid4().hex}.npz")
@@ -241,7 +242,8 @@ def _build(path: str) -> VideoIndex:
             stamps, durations, keys = _of_packets(packets)
         else:
             rate = float(stream.average_rate or stream.guessed_rate or 25)
-            stamps, durations = _of_frames([first, *decoded], 1 / (rate * time_base))
+            frames = itertools.chain([first], decoded)
+            stamps, durations = _of_frames(frames, 1 / (rate * time_base))
         usual = int(np.median(np.diff(stamps))) if len(stamps) > 1 else round(1 / time_base)
         if first.rotation % 90:
             raise VideoError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import errno
 import io
+import lzma
 import os
 import pathlib
 import random
@@ -12,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import tracemalloc
 import zipfile
 from collections.abc import Mapping
 
@@ -158,6 +162,47 @@ def test_an_archive_that_explodes_is_refused(source, tmp_path, name, members):
     with pytest.raises(ArchiveError, match="more than 50 times its size"):
         unpack_all(source, tmp_path / "root")
     assert sum(map(len, contents(tmp_path / "root").values())) < 5_000_000
+
+
+def test_a_huge_header_is_refused_before_it_is_read(source, tmp_path):
+    """tarfile reads it whole, so 12 kB would take 120 MB of memory and more."""
+    huge = {"comment": "x" * 30_000_000}
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz", pax_headers=huge) as file:
+        file.addfile(tarfile.TarInfo("a.mp4"))
+    (source / "v.tar.gz").write_bytes(stream.getvalue())
+    tracemalloc.start()
+    with pytest.raises(ArchiveError, match="a header in it has more than"):
+        unpack_all(source, tmp_path / "root")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5_000_000
+
+
+@pytest.mark.parametrize(("compress", "name"), [(bz2.compress, "bzip2"), (lzma.compress, "xz")])
+def test_other_compressions_are_refused(source, tmp_path, compress, name):
+    (source / "v.tar").write_bytes(compress(packed("v.tar", VIDEOS)))
+    with pytest.raises(ArchiveError, match=f"compressed with {name}, and only gzip is read"):
+        unpack_all(source, tmp_path / "root")
+
+
+@pytest.mark.parametrize("name", ["v.zip", "v.tar.gz"])
+@pytest.mark.parametrize("members", [("x", "x/y"), ("x" * 300,), (".",)])
+def test_names_that_no_disk_takes_are_errors_of_the_archive(source, tmp_path, name, members):
+    (source / name).write_bytes(packed(name, dict.fromkeys(members, b"x")))
+    with pytest.raises(ArchiveError, match=rf"{name}: cannot be unpacked .* it is kept"):
+        unpack_all(source, tmp_path / "root")
+
+
+def test_a_full_disk_is_no_error_of_the_archive(source, tmp_path, monkeypatch):
+    (source / "v.zip").write_bytes(packed("v.zip", VIDEOS))
+
+    def full(*_arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(zipfile.ZipFile, "extractall", full)
+    with pytest.raises(OSError, match="No space left"):
+        unpack_all(source, tmp_path / "root")
 
 
 @pytest.mark.parametrize("zeros", [10_240, 4_000_000])

@@ -1,5 +1,7 @@
 """SubRip files: times, lines, markup, and whatever else is found in such files."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +55,13 @@ def test_one_entry_in_many_forms(text, tmp_path):
 def test_tags_are_dropped_and_words_stay(line, words):
     (entry,) = parse_srt(HELLO.replace("Hello", line))
     assert entry.text == words
+
+
+@pytest.mark.parametrize("piece", ["<a", "</a", r"{\a"])
+def test_unclosed_tags_take_no_time(piece):
+    begin = time.monotonic()
+    assert parse_srt(HELLO.replace("Hello", piece * 70_000))
+    assert time.monotonic() - begin < 1
 
 
 @pytest.mark.parametrize("gap", ["", "\n", "2\n", "\n2\n", "\n\n 2 \n"])
