@@ -49,6 +49,10 @@ def connect(patience: int = 300) -> None:
     address, count, index = (os.environ.get(name) or None for name in _VARIABLES)
     if count == "1" or jax.distributed.is_initialized():
         return
+    size = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
+    if size == "1" and not is_named():
+        # JAX would leave one GPU to a cluster of one process.
+        return
     wait = f"waiting up to {patience} s for the other processes; {REMEDY}"
     too_late = f"error: hosts: not all processes joined within {patience} s; {REMEDY}"
     timers = [
@@ -70,13 +74,14 @@ def connect(patience: int = 300) -> None:
             # A process that is done waits for the others, which may still write files.
             shutdown_timeout_seconds=_SHUTDOWN,
         )
-    except ValueError as error:
+    # IndexError: the address has no port.
+    except (ValueError, IndexError) as error:
         if not is_named():
             return
         values = ", ".join(f"{name}={os.environ.get(name, '')}" for name in _VARIABLES)
         raise ValueError(
             f"{values}: the other processes cannot be found ({error}); give all three on every "
-            f"host, or {_VARIABLES[1]}=1 for a process that runs alone"
+            f"host, the address with a port, or {_VARIABLES[1]}=1 for a process that runs alone"
         ) from error
     except RuntimeError as error:
         # A notebook or a test that has used its devices already runs alone.

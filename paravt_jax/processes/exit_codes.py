@@ -25,7 +25,16 @@ USER_ERRORS = (UserError, ValueError, OSError, ModuleNotFoundError)
 """What a command prints in one line. Any other exception is a fault of the program."""
 
 # Of disks and networks that may recover.
-_TEMPORARY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EHOSTUNREACH)
+_TEMPORARY_ERRNOS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EHOSTUNREACH,
+    errno.EHOSTDOWN,
+    errno.ENETUNREACH,
+    errno.ENETDOWN,
+)
 
 
 def exit_code(error: BaseException) -> int:

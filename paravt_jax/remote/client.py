@@ -37,7 +37,9 @@ _ADDRESS = "check the address (up to and including /v1) and the model's name (--
 _KEY = "check the key (see key_variable) and its permissions"
 _LOG = "look into the server's log"
 # What to do about an HTTP status; about others, look into the log.
-_REMEDIES = {401: _KEY, 403: _KEY, 404: _ADDRESS, 429: _FEWER}
+_REMEDIES = {401: _KEY, 403: _KEY, 404: _ADDRESS, 429: _FEWER} | dict.fromkeys(
+    (301, 302, 303, 307, 308), "give the address to which the server redirects"
+)
 
 Answer = TypeVar("Answer")
 
@@ -226,7 +228,7 @@ class Client:
                     if len(body) > _BODY_LIMIT:
                         return Failure(f"the reply is longer than {_BODY_LIMIT} bytes", _ADDRESS)
         except TimeoutError:
-            remedy = f"{_LOG}, {_FEWER}, or raise the time limit (timeout)"
+            remedy = f"{_LOG}, {_FEWER}, or raise the time limit (the judge's timeout)"
             return Failure(f"no reply within timeout = {timeout} s", remedy)
         except httpx2.HTTPError as error:
             # Only the type: the error's text may quote the request, and with it the key.

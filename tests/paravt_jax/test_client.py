@@ -113,6 +113,17 @@ def test_the_key_is_read_anew_and_without_its_line_feed(monkeypatch):
         assert server.received[0].headers["Authorization"] == "Bearer sk-second"
 
 
+def test_a_redirect_is_not_followed():
+    with (
+        serving(lambda *_: says("1")) as other,
+        serving(lambda *_: Reply(status=307, headers=(("Location", other.endpoint),))) as server,
+    ):
+        failure = Client(quick(server.endpoint)).ask({}, text).result(STALL)
+        assert isinstance(failure, Failure) and failure.status == 307
+        assert "the address to which the server redirects" in failure.remedy
+        assert len(server.received) == 1 and not other.received
+
+
 # What comes back.
 
 

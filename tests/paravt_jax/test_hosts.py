@@ -55,6 +55,7 @@ def test_when_the_first_process_fails_the_others_do_not_wait(together, tmp_path)
         (ValueError("field: 3; give 4"), 1),
         (FileNotFoundError(errno.ENOENT, "no such file"), 1),
         (OSError(errno.ENOSPC, "disk full"), TEMPORARY),
+        (OSError(errno.ENETUNREACH, "no network"), TEMPORARY),
         (ConnectionResetError("gone"), TEMPORARY),
         (hosts.HostsError("process 0 failed first: OSError: disk full", TEMPORARY), TEMPORARY),
         (SaveError("saving failed"), TEMPORARY),
@@ -85,6 +86,7 @@ ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PRO
     [
         {COUNT: "2", INDEX: "0"},
         {ADDRESS: "here:1", COUNT: "two", INDEX: "0"},
+        {ADDRESS: "localhost", COUNT: "2", INDEX: "0"},
     ],
 )
 def test_variables_that_name_no_process_are_refused(variables):
@@ -94,7 +96,18 @@ def test_variables_that_name_no_process_are_refused(variables):
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("ValueError") and f"{COUNT}=1 for a process that runs alone" in last
+    assert (
+        last.startswith(f"ValueError: {ADDRESS}=")
+        and f"{COUNT}=1 for a process that runs alone" in last
+    )
+
+
+@pytest.mark.parametrize("size", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_a_single_task_keeps_all_its_devices(size, monkeypatch):
+    """JAX would restrict it to one GPU."""
+    monkeypatch.setenv(size, "1")
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: pytest.fail("joined"))
+    cluster.connect()
 
 
 def test_a_process_runs_alone_where_jax_finds_no_others():

@@ -16,6 +16,7 @@ import pytest
 from configs.paravt_tiny import paravt_tiny
 from paravt_jax.data.any_path import any_path
 from paravt_jax.data.stored import DamagedFileError
+from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, exit_code
 from train.durable import lease as leases
 from train.durable.bucket import (
     MANIFEST,
@@ -24,6 +25,7 @@ from train.durable.bucket import (
     OutageError,
     copy_checkpoint,
     is_complete,
+    named_errors,
 )
 from train.durable.lease import Lease, LeaseError
 from train.durable.run_folder import RunFolder, RunFolderError
@@ -60,6 +62,22 @@ def test_a_missing_bucket_is_one_line(store, tmp_path):
         ) as error:
             use()
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("code", "refused"), [(401, True), (403, True), (503, False)])
+def test_an_error_of_the_store_is_judged_by_its_code(code, refused):
+    """Its text may quote a path with another number."""
+    retry = pytest.importorskip("gcsfs.retry")
+    with pytest.raises(BucketError) as error, named_errors("gs://bucket/rl/403"):
+        raise retry.HttpError({"code": code, "message": "b/bucket/o/rl%2F403"})
+    assert isinstance(error.value, OutageError) != refused
+    assert exit_code(error.value) == (FAILED if refused else TEMPORARY)
+
+
+def test_a_list_of_files_that_leads_out_of_the_folder_is_refused(store, tmp_path):
+    store.write(f"out/{MANIFEST}", b'["../a"]')
+    with pytest.raises(DamagedFileError, match=rf"{MANIFEST}: \.\./a would be written outside"):
+        BucketFiles("gs://bucket/out", tmp_path / "folder").pull()
 
 
 @pytest.mark.slow
@@ -111,6 +129,22 @@ def test_the_lease_of_a_dead_process_is_taken_over(store, quick):
     start = time.monotonic()
     Lease("gs://bucket/dead").close()
     assert time.monotonic() - start > leases.LENGTH
+
+
+def test_a_lease_that_is_given_back_meanwhile_is_taken_at_once(store, quick, capsys, monkeypatch):
+    path = f"meanwhile/{leases.NAME}"
+    store.write(path, b"process 1 on a host, 1")
+    read = Lease._read
+
+    def read_and_give_back(lease: Lease) -> str:
+        content = read(lease)
+        if content.startswith("process 1 on a host"):
+            lease._delete()
+        return content
+
+    monkeypatch.setattr(Lease, "_read", read_and_give_back)
+    Lease("gs://bucket/meanwhile").close()
+    assert "waiting" not in capsys.readouterr().err
 
 
 def test_a_frozen_process_learns_it_before_it_pushes(store, quick, monkeypatch):

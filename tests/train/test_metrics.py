@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tensorboardX.proto import event_pb2
 
+from paravt_jax.data.stored import DamagedFileError
 from train.durable.metrics import MetricsWriter, read_metrics
 
 
@@ -70,6 +71,15 @@ def test_an_incomplete_last_line_is_dropped_before_the_next_is_written(tmp_path)
     assert steps(tmp_path)[-1] == ("rl", 1)
     MetricsWriter(tmp_path).write("rl", 2, {"loss": 1.0})
     assert steps(tmp_path)[-3:] == [("rl", 0), ("rl", 1), ("rl", 2)]
+
+
+def test_a_line_of_an_unknown_phase_is_named(tmp_path):
+    writer = written(tmp_path)
+    writer.path.write_text(
+        writer.path.read_text().replace('"align", "step": 1', '"aligo", "step": 1')
+    )
+    with pytest.raises(DamagedFileError, match="metrics.jsonl, line 2: .*phase.*restore the file"):
+        writer.truncate("sft", 1)
 
 
 def test_tensorboard_gets_the_finite_figures_and_hides_repeated_steps(tmp_path):

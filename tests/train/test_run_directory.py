@@ -88,6 +88,14 @@ def test_a_folder_with_other_files_is_refused(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "config.json").exists()
 
 
+@pytest.mark.parametrize("below", ["", "/a/b"])
+def test_a_folder_in_which_nothing_can_be_written_is_refused(tmp_path: pathlib.Path, below: str):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(RunFolderError, match=f"--run-dir {file}{below} .*: {file} is not a dir"):
+        RunFolder(f"{file}{below}").require_usable(CONFIG)
+
+
 def test_every_flipped_bit_of_a_configuration_is_named(tmp_path: pathlib.Path) -> None:
     """A changed digit is no other configuration, and another format is no other version."""
     claim_folder(tmp_path, CONFIG).close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import math
 import pathlib
+import pickle
 import re
 import signal
 from typing import Any
@@ -16,7 +18,7 @@ from tests.train.homes import Steps, open_home
 from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import read_metrics
-from train.durable.saver import Saver, unpack
+from train.durable.saver import Saver, pack, unpack
 
 
 class Run:
@@ -164,5 +166,26 @@ def test_a_resumed_phase_says_where_it_goes_on(tmp_path, capsys):
     begin, *lines = capsys.readouterr().err.splitlines()
     assert begin.startswith("PARA-GRPO 4/7 is next")
     # Steps of milliseconds have two lines: the first and the last.
-    assert lines[0] == "PARA-GRPO 4/7 · loss 1.000 · accuracy 0.50 · 0.0 s"
+    assert lines[0] == "PARA-GRPO 4/7 · loss 1.00 · accuracy 0.50 · 0.000 s"
     assert lines[-1].startswith("PARA-GRPO 7/7")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("numpy", "memmap"),
+        ("paravt_jax.data.workers", "subprocess.Popen"),
+        ("paravt_jax.method.records", "hashlib.new"),
+        ("paravt_jax.method.records", "Any"),
+        ("builtins", "eval"),
+    ],
+)
+def test_a_cursor_cannot_name_other_code(module, name):
+    call = b"\x80\x04" + b"".join(b"\x8c%c%s" % (len(x), x.encode()) for x in (module, name))
+    with pytest.raises(pickle.UnpicklingError, match=f"{module}.{name} is no record"):
+        unpack(base64.b64encode(call + b"\x93.").decode())
+
+
+def test_what_could_not_be_read_again_is_not_saved():
+    with pytest.raises(pickle.UnpicklingError, match="is no record"):
+        pack({"at": pathlib.Path("x")})

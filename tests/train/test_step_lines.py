@@ -43,6 +43,10 @@ RL = {
             "PARA-GRPO 12/500 · reward 0.93 · accuracy 0.61 · compliance 0.84 · calls 1.90 · "
             "1,530 tok/s · MFU 3.9% · 118.3 s",
         ),
+        (
+            SFT | {"loss": 3e-5, "time/step": 0.012},
+            "cold start 120/500 · loss 3.00e-05 · 4,204 tok/s · MFU 38.1% · 0.012 s",
+        ),
     ],
 )
 def test_a_line_has_what_its_phase_records(metrics: dict[str, Any], text: str, capsys):

@@ -17,6 +17,7 @@ from typing import Any
 import fsspec.core
 
 from paravt_jax.data.any_path import AnyPath, any_path, is_bucket
+from paravt_jax.data.archives import ArchiveError, inside
 from paravt_jax.data.stored import DamagedFileError, parse_json
 from paravt_jax.processes.exit_codes import TEMPORARY, UserError
 
@@ -26,8 +27,8 @@ COMMITTED = "commit_success.txt"
 _REMEDY = "restore it from a backup, or start anew with another --run-dir"
 # Checkpoints and compiled programs are in the bucket only. The others belong to one machine.
 _ELSEWHERE = ("checkpoints", "compiled", "wandb")
-# In the errors of Google's packages, which have many types.
-_REFUSALS = ("401", "403", "Forbidden", "DefaultCredentialsError")
+# In the errors of Google's packages and tensorstore, which have many types.
+_REFUSALS = ("Forbidden", "PERMISSION_DENIED", "DefaultCredentialsError")
 
 
 class BucketError(OSError):
@@ -62,6 +63,7 @@ def named_errors(address: str) -> Iterator[None]:
             raise
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         is_refusal = isinstance(error, FileNotFoundError | PermissionError)
+        is_refusal |= getattr(error, "code", None) in (401, 403)
         if is_refusal or any(word in cause for word in _REFUSALS):
             raise BucketError(
                 f"{address}: refused ({cause}); check the name, run gcloud auth "
@@ -156,6 +158,12 @@ class BucketFiles:
         # Any: fsspec says that it may be text.
         content: Any = self._store.cat_file(f"{self._top}/{MANIFEST}")
         names = parse_json(content, f"{self._address}/{MANIFEST}", list[str], _REMEDY)
+        try:
+            # Whoever can write to the bucket must not write elsewhere on this machine.
+            for name in names:
+                inside(self._folder, name)
+        except ArchiveError as error:
+            raise DamagedFileError(f"{self._address}/{MANIFEST}: {error}; {_REMEDY}") from error
         return [name for name in names if name in stored]
 
     def _remote(self, names: list[str]) -> list[str]:

@@ -44,8 +44,6 @@ KEEP = 2
 _STATE = "state"
 _META = "meta"
 _SCORE = "score"
-KEEP = 2
-"""Number of newest checkpoints that each phase keeps; the best one of RL stays as well."""
 
 
 class CheckpointError(UserError):

@@ -97,6 +97,8 @@ class Lease:
         Raises:
             LeaseError: It was renewed.
         """
+        if not content:
+            return
         say(
             f"{self._address} was last used by {_name(content)}, which did not say that it ended; "
             f"waiting up to {LENGTH:.0f} s for a sign of life"

@@ -2,8 +2,8 @@
 
 Prints a line per step as well, the same on a terminal and in a log file:
 
-    cold start 120/500 · loss 0.812 · 31.2 s · 4,204 tok/s · MFU 38.1 % · 3 h 17 min left
-    PARA-GRPO 12/54 · reward 0.93 · accuracy 0.61 · compliance 0.84 · calls 1.90 · 118.0 s · ...
+    cold start 120/500 · loss 0.812 · 4,204 tok/s · MFU 38.1% · 31.2 s · 3 h 17 min left
+    PARA-GRPO 12/54 · reward 0.93 · accuracy 0.61 · compliance 0.84 · calls 1.90 · 1,530 tok/s · ...
 
 metrics.jsonl is the source of all other records. It holds each step once and the phases in order,
 however often a run is killed: a resumed run first removes the lines after its checkpoint. In a
@@ -20,7 +20,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 import tensorboardX
 from typing_extensions import TypedDict
@@ -40,13 +40,12 @@ MEASURED = ("wall", "time/", "idle/", "speed/", "memory/")
 
 _REMEDY = "restore the file from a backup"
 
-
 EVERY = 1.0
 """Seconds between two printed lines at least, so that logs of short steps stay readable."""
 
 _SHOWN = {
     "reward/total": "reward {:.2f}",
-    "loss": "loss {:.3f}",
+    "loss": "loss {:#.3g}",
     "accuracy": "accuracy {:.2f}",
     "compliance": "compliance {:.2f}",
     "calls": "calls {:.2f}",
@@ -58,7 +57,7 @@ _SHOWN = {
 class _Line(TypedDict):
     """What every line of metrics.jsonl has, beside the step's metrics."""
 
-    phase: str
+    phase: Literal["align", "sft", "rl"]
     step: int
     wall: float
 
@@ -80,9 +79,8 @@ def read_jsonl(path: str | os.PathLike[str], kind: Any = dict[str, Any]) -> list
         return []
     # The last piece is empty if the file ends with a line feed; otherwise it is an incomplete line.
     complete_lines = path.read_bytes().split(b"\n")[:-1]
-    remedy = "restore the file from a backup"
     return [
-        parse_json(line, f"{path}, line {number}", kind, remedy)
+        parse_json(line, f"{path}, line {number}", kind, _REMEDY)
         for number, line in enumerate(complete_lines, 1)
     ]
 
@@ -254,7 +252,8 @@ class StepLines:
             for name, text in _SHOWN.items()
             if name != hidden and line.get(name) is not None
         ]
-        texts.append(f"{step_seconds(line):,.1f} s")
+        seconds = step_seconds(line)
+        texts.append(f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds:.3f} s")
         if left and done:
             texts.append(f"{format_seconds(left * (line['wall'] - first['wall']) / done)} left")
         say(" · ".join(texts))

@@ -123,6 +123,13 @@ class RunFolder:
         Returns:
             Whether it holds a run to continue.
         """
+        folders = [self.folder.absolute(), *self.folder.absolute().parents]
+        existing = next(folder for folder in folders if os.path.exists(folder))
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise RunFolderError(
+                f"--run-dir {self.shown} cannot be used: {existing} is not a directory that can be "
+                "written to. Give a writable folder."
+            )
         with named_errors(self.shown):
             return self.programs.exists() and _is_continued(self.programs, config)
 

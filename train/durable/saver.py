@@ -47,6 +47,20 @@ from train.learn.packing import GroupLengths
 
 T = TypeVar("T")
 
+# What cursors hold: the modules of records, and what arrays are made of.
+_RECORDS = (
+    "paravt_jax.method.records",
+    "rollout.engine.pacing",
+    "rollout.engine.requests",
+    "train.learn.in_flight",
+    "train.learn.rollout_pool",
+)
+_ARRAYS = (
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.numeric", "_frombuffer"),
+)
 _BACKUP = "restore it from a backup, or start anew with another --run-dir."
 
 
@@ -231,7 +245,7 @@ class Saver:
             step: Number of the step, from 1.
             state: Weights and optimizer state after the step.
             metrics: Those of the step, with "loss".
-            cursor: Position in the data after the step: records of this project, arrays, and what
+            cursor: Position in the data after the step: records of episodes, arrays, and what
                 JSON can hold.
             lengths: Lengths of the sequences of its updates, which tell their speed.
 
@@ -344,8 +358,14 @@ def _shape(leaf: Any) -> Any:
 
 
 def pack(cursor: Any) -> str:
-    """Encode records of this project, arrays, and what JSON can hold, as text for JSON."""
-    return base64.b64encode(pickle.dumps(cursor)).decode()
+    """Encode records of episodes, arrays, and what JSON can hold, as text for JSON.
+
+    Raises:
+        UnpicklingError: `unpack` would refuse it.
+    """
+    text = base64.b64encode(pickle.dumps(cursor)).decode()
+    unpack(text)
+    return text
 
 
 def unpack(text: str) -> Any:
@@ -354,13 +374,15 @@ def unpack(text: str) -> Any:
 
 
 class _Records(pickle.Unpickler):
-    """Reads classes of this project and arrays only, so that a checkpoint cannot run other code."""
+    """Reads records of episodes and arrays only, so that a checkpoint cannot run other code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        own = module.partition(".")[0] in ("paravt_jax", "rollout", "train")
-        if own or module in ("numpy", "numpy._core.multiarray", "numpy._core.numeric"):
+        if (module, name) in _ARRAYS:
+            return super().find_class(module, name)
+        # A name with a dot could lead to what a module has imported.
+        if module in _RECORDS and "." not in name:
             kind = super().find_class(module, name)
-            if isinstance(kind, type) or (not own and name in ("_reconstruct", "_frombuffer")):
+            if isinstance(kind, type) and kind.__module__ == module:
                 return kind
         raise pickle.UnpicklingError(f"{module}.{name} is no record")
 
