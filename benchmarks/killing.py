@@ -93,7 +93,6 @@ def in_flight(cold_start: pathlib.Path, max_staleness: int) -> list[str]:
 
 def command(folder: pathlib.Path, arguments: Sequence[str]) -> list[str]:
     small = [sys.executable, str(PROGRAM), "--config=small", "--run-dir", str(folder)]
-    # A clean stop saves its step here, however busy the machine is.
     return [*small, *SHORT, *arguments]
 
 
@@ -209,7 +208,7 @@ def _leaf(text: str) -> jax.ShapeDtypeStruct:
 
 
 def saved_lines(lines: list[Line], newest: dict[str, int]) -> list[Line]:
-    """The rows that the newest checkpoints cover. No later process may write them again."""
+    """Return the lines that the newest checkpoints cover. No later process may write them again."""
     return [line for line in lines if line["step"] <= newest.get(line["phase"], 0)]
 
 
@@ -248,9 +247,7 @@ def check_state(
 
 def check_end(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
     """Check that a finished run equals the undisturbed one."""
-    results = [
-        json.loads((sharding / "result.json").read_text()) for sharding in (folder, undisturbed)
-    ]
+    results = [json.loads((run / "result.json").read_text()) for run in (folder, undisturbed)]
     for result in results:
         del result["seconds"], result["recompilations_after_warmup"]
     assert results[0] == results[1], "result.json differs"

@@ -2,7 +2,7 @@
 
 Each seed has a cold start (`sft_tiny`). From exactly its weights, two runs go through RL with the
 settings of `paravt_tiny`: one trains all weights of the decoder, the other adapters. They differ in
-what is trained and in the learning rate. Both are evaluated greedily, without control or curve.
+what is trained and in the learning rate. Both are evaluated greedily, without a curve.
 
 Every run is a process of its own, so that its largest memory can be read, and an ordinary run
 directory. The command can be repeated: finished runs are only read, and a run that was interrupted

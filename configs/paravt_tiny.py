@@ -70,4 +70,4 @@ def sft_tiny() -> Run:
 
     Command: python -m train.run --config=sft_tiny
     """
-    return change(paravt_tiny(), "sft_tiny", {"rl": None})
+    return change(paravt_tiny(), "sft_tiny", {"rl": None, "evaluation.curve": False})

@@ -109,8 +109,8 @@ class TextConfig:
     `mrope_section` divides the head_dim / 2 rotary frequencies among time, height and width; they
     alternate if `mrope_interleaved`, and otherwise follow each other. `qk_norm`: queries and keys
     are normed per head. `attention_bias`: queries, keys and values have biases. `experts` replace
-    the MLP. `layer_types` is the pattern of the layers, which repeats over the depth; its kinds are
-    those of `models.text.LAYER_KINDS`.
+    the MLP. `layer_types` is the pattern of the layers, so far of one kind for all of them; kinds
+    are those of `models.text.LAYER_KINDS`.
     `max_position_embeddings` is the trained context in tokens. The model does not use it, but
     servers read it from config.json.
     """

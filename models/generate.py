@@ -110,7 +110,10 @@ def _visual_vectors(model: VisionLanguageModel, inputs: Inputs) -> Float[np.ndar
     vectors = []
     for (t, h, w), patches in zip(inputs.grids, np.split(inputs.patches, ends[:-1]), strict=True):
         layout = frame_layout((h, w), model.config.vision)
-        seen = np.asarray(see(*nnx.split(model.vision), patches.reshape(t, h * w, -1), layout))
+        # As many frames as the next power of two, so that few programs are compiled.
+        more = (1 << (t - 1).bit_length()) - t
+        frames = np.pad(patches.reshape(t, h * w, -1), ((0, more), (0, 0), (0, 0)))
+        seen = np.asarray(see(*nnx.split(model.vision), frames, layout))[:t]
         vectors.append(seen.reshape(-1, *seen.shape[2:]))
     joined = np.concatenate(vectors)
     return np.pad(joined, ((0, -len(joined) % BUCKET), (0, 0), (0, 0)))[None]

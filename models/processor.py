@@ -300,10 +300,9 @@ def _separate(
             for item in content:
                 _check_item(item)
             visuals += [item for item in content if item["type"] != "text"]
-            content = [
-                item if item["type"] == "text" else {"type": item["type"]} for item in content
-            ]
-        bare.append({**message, "content": content})
+            items = [item if item["type"] == "text" else {"type": item["type"]} for item in content]
+            message = {**message, "content": items}
+        bare.append({**message})
     return bare, visuals
 
 

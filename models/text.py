@@ -229,26 +229,25 @@ def _plus(x: Float[Array, "b t n h"], bias: nnx.Param | None) -> Float[Array, "b
     return x + jax.lax.broadcast_to_rank(bias[...].astype(x.dtype), x.ndim)
 
 
-class LayerKind(NamedTuple):
-    """A kind of decoder layers: its class, and what it keeps of the tokens of a sequence."""
-
-    layer: type[DecoderLayer]
-    state: type[KV]
+LAYER_KINDS = {"full_attention": DecoderLayer}
+"""Kinds of decoder layers, by their name in `layer_types` of config.json. Each keeps `KV` of the
+tokens of a sequence."""
 
 
-LAYER_KINDS = {"full_attention": LayerKind(DecoderLayer, KV)}
-"""Kinds of decoder layers, by their name in `layer_types` of config.json."""
+def layer_kind(config: TextConfig) -> type[DecoderLayer]:
+    """Return the kind of a decoder's layers, which are one stack.
 
-
-def layer_kind(config: TextConfig) -> LayerKind:
-    """Return the kind of a decoder's layers, which are one stack; ValueError for an unknown one."""
-    for name in config.layer_types:
-        require(
-            name in LAYER_KINDS,
-            f"text.layer_types: {name} is unknown; give a model whose layers are "
-            f"{', '.join(LAYER_KINDS)}",
-        )
-    return LAYER_KINDS[config.layer_types[0]]
+    Raises:
+        ValueError: The pattern has an unknown kind, or several kinds.
+    """
+    kinds = set(config.layer_types)
+    shown = ", ".join(sorted(kinds))[:80] or "none"
+    require(
+        len(kinds) == 1 and kinds <= LAYER_KINDS.keys(),
+        f"text.layer_types: {shown}: unknown, or several kinds; give a model whose layers are all "
+        f"{' or all '.join(LAYER_KINDS)}",
+    )
+    return LAYER_KINDS[kinds.pop()]
 
 
 class TextDecoder(nnx.Module):
@@ -273,7 +272,7 @@ class TextDecoder(nnx.Module):
         shape = (config.vocab_size, config.hidden_size)
         axes = ("vocab", "embed")
         self.embedding = normal(rngs, shape, axes, 0.02, param_dtype)
-        self.layers = layer_kind(config).layer(config, rngs=rngs, param_dtype=param_dtype)
+        self.layers = layer_kind(config)(config, rngs=rngs, param_dtype=param_dtype)
         self.norm = constant(1.0, (config.hidden_size,), ("norm",), param_dtype)
         if config.tie_word_embeddings:
             self.head = None
@@ -321,7 +320,6 @@ class TextDecoder(nnx.Module):
             ValueError: the layout contradicts itself or the prefix.
         """
         graph, state = nnx.split(self.layers)
-        kept = layer_kind(self.config).state
         angles = mrope_angles(positions, self.config)
         # Hidden states kept between layers are sharded over `tensor` too. Inside a layer, the
         # devices of `tensor` share a row's products and need the whole row. Both ends of a layer
@@ -341,7 +339,7 @@ class TextDecoder(nnx.Module):
             x, routes = block.finish(x, attend(q, k, v, layout, past))
             if visual is not None:
                 x = visual.add_level(x, number + 1)
-            return constrain(constrain(x, ROWS), *between), (kept(k, v), routes)
+            return constrain(constrain(x, ROWS), *between), (KV(k, v), routes)
 
         x = self._embed_rows(ids)
         if visual is not None:

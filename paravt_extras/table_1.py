@@ -68,11 +68,18 @@ def _by_name(folders: Sequence[pathlib.Path]) -> dict[str, dict[str, Line]]:
 
 def _run_lines(name: str, summaries: Sequence[Line | None]) -> list[list[str]]:
     scores = [_per_cent(summary) for summary in summaries]
-    average = mean_of_complete(scores[: len(COLUMNS)])
+    asked = [summary is not None and _is_asked(summary) for summary in summaries[: len(COLUMNS)]]
+    average = mean_of_complete(scores[: len(COLUMNS)]) if all(asked) else None
     lines = [[name, *map(_cell, scores), _cell(average)]]
     for title in ("questions", "95 % interval", "calls per question"):
         lines.append([f"· {title}", *(_detail(title, summary) for summary in summaries)])
     return lines
+
+
+def _is_asked(summary: Line) -> bool:
+    """Return whether every question of a split was asked; with `--limit`, some were not."""
+    left_out = sum(cause["questions"] for cause in summary["left_out"].values())
+    return summary["n"] + left_out >= summary["questions"]
 
 
 def _per_cent(summary: Line | None) -> float | None:
@@ -99,8 +106,11 @@ def _note(name: str, summary: Line) -> str:
     """Say how an evaluation differs from the published protocol, and what it was made with."""
     config = summary["config"]
     identity = config["identity"]
-    weights = identity["weights"] or f"of {identity['endpoint_model']}"
+    # Adapters on a base have two hashes. A commit with uncommitted changes ends with "+".
+    hashes = (identity["weights"] or "").split("+")
+    weights = "+".join(each[:12] for each in hashes) or f"of {identity['endpoint_model']}"
     different = differences(identity) or ["the published protocol in our words"]
-    commits = ", ".join(str(commit)[:12] for commit in config["commits"])
-    made_with = f"weights {weights[:12]}, commit {commits}"
+    commits = [str(commit) for commit in config["commits"]]
+    shown = ", ".join(commit[:12] + "+" * commit.endswith("+") for commit in commits)
+    made_with = f"weights {weights}, commit {shown}"
     return f"- {name}, {title_of(summary['benchmark'])}: {'; '.join([*different, made_with])}"

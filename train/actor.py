@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from flax import nnx
@@ -76,11 +75,15 @@ def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader) ->
     return Environment(Protocol(data.vocabulary, run.protocol), features)
 
 
-@contextlib.contextmanager
 def open_actor(
-    run: Run, data: Data, parts: Parts, environment: Environment, weights: Any
-) -> Iterator[EngineActor]:
-    """Open an actor that sleeps until `load`. A judge is closed at the end.
+    run: Run,
+    data: Data,
+    parts: Parts,
+    environment: Environment,
+    weights: Any,
+    judge: RemoteJudge | None = None,
+) -> EngineActor:
+    """Open an actor that sleeps until `load`.
 
     Args:
         run: The settings.
@@ -88,6 +91,7 @@ def open_actor(
         parts: The model without its trained weights.
         environment: The protocol, and the frames' features.
         weights: The weights that are trained, on the mesh of training.
+        judge: Scores open-ended answers; None: rules score them.
     """
     model = parts.model
     sync = WeightSync(weights, model.text.dtype, parts.skeleton.frozen)
@@ -97,8 +101,4 @@ def open_actor(
     engine.sleep()
     drop_weights(model)
     rewards = run.rl.rewards if run.rl is not None else RewardSettings()
-    if rewards.judge is None:
-        yield EngineActor(engine, environment, rules_of(rewards), sync, data.sizes)
-        return
-    with contextlib.closing(RemoteJudge(rewards.judge)) as judge:
-        yield EngineActor(engine, environment, judge, sync, data.sizes, judge)
+    return EngineActor(engine, environment, judge or rules_of(rewards), sync, data.sizes, judge)

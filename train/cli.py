@@ -52,20 +52,27 @@ def parse(
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", metavar="NAME", choices=recipes, help="a recipe; with --help, lists its fields"
+        "--config",
+        metavar="NAME",
+        choices=recipes,
+        action="append",
+        help="a recipe; with --help, lists its fields",
     )
     asked, overrides = parser.parse_known_args(argv)
-    if asked.config is None:
+    if not asked.config:
         if {"-h", "--help"} & set(overrides):
             parser.print_help()
             parser.exit()
         parser.error(f"--config is missing: name a recipe, one of {', '.join(recipes)}")
-    default = recipes[asked.config]()
+    if len(asked.config) > 1:
+        parser.error(f"--config is given {len(asked.config)} times: name one recipe")
+    (name,) = asked.config
+    default = recipes[name]()
     return tyro.cli(
         type(default),
         default=default,
         args=overrides,
-        prog=f"{parser.prog} --config={asked.config}",
+        prog=f"{parser.prog} --config={name}",
         # By default, tyro turns a field that may be None into a subcommand. Keep it a flag.
         config=(tyro.conf.AvoidSubcommands,),
     )
@@ -74,7 +81,7 @@ def parse(
 def _described(recipes: Mapping[str, Callable[[], object]]) -> list[str]:
     """Return each recipe with the first line of its docstring."""
     width = max(map(len, recipes), default=0)
-    return [
-        f"  {name:<{width}}  {(inspect.getdoc(recipe) or '').splitlines()[0]}"
-        for name, recipe in recipes.items()
-    ]
+    firsts = {
+        name: (inspect.getdoc(recipe) or "").partition("\n")[0] for name, recipe in recipes.items()
+    }
+    return [f"  {name:<{width}}  {first}" for name, first in firsts.items()]

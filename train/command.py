@@ -20,7 +20,7 @@ _COMMANDS = {
     "export": ("train.export", "write a checkpoint as a Hugging Face folder"),
     "fits": ("paravt_extras.fits", "list which recipes fit the devices here"),
     "rehearse": ("paravt_extras.rehearsal", "go through all phases of a recipe, cut to minutes"),
-    "plan": ("paravt_extras.plan", "predict memory and time of a recipe on a TPU slice"),
+    "plan": ("paravt_extras.plan", "compile a recipe for a TPU slice, to see if it fits"),
     "scenes": ("paravt_extras.scenes", "draw videos with questions, to try a real model"),
     "download": ("paravt_extras.download", "download the questions and videos of a split"),
     "report": ("paravt_extras.report", "write the pages of a run anew"),

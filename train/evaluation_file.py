@@ -14,7 +14,7 @@ _REMEDY = "restore it from a backup"
 
 
 class EvaluationRow(TypedDict, total=False):
-    """Some fields of a row of results. Earlier versions wrote fewer, so none is required."""
+    """Some fields of a line of results."""
 
     k: int
     dispatch: str
@@ -26,11 +26,11 @@ class EvaluationRow(TypedDict, total=False):
 
 
 class EvaluationFile(TypedDict):
-    """A file of `evaluation/`: the rows of one K, or the episodes of one step of RL."""
+    """A file of `evaluation/`: the lines of one K, or the episodes of one step of RL."""
 
-    phase: NotRequired[str]
+    phase: str
     """Phase of the weights that it was made from, and their step."""
-    step: NotRequired[int]
+    step: int
     rows: list[EvaluationRow]
     episodes: list[dict[str, Any]]
     seconds: NotRequired[list[float]]

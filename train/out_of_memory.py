@@ -11,9 +11,23 @@ from paravt_jax.processes.exit_codes import UserError
 from train.settings import Run
 
 # A resumed run may change these, and has the same results.
-_FREE = ("sft.microbatches", "rl.microbatch_tokens", "engine.cache_tokens", "engine.slots")
+_FREE = (
+    "sft.microbatches",
+    "sft.remat",
+    "rl.microbatch_tokens",
+    "rl.remat",
+    "engine.cache_tokens",
+    "engine.slots",
+    "engine.read_tokens",
+)
 # With other values it is another run.
-_DEFINING = ("sft.row_tokens", "rl.frame_budgets", "rl.prompts", "frames.max_pixels")
+_DEFINING = (
+    "sft.row_tokens",
+    "rl.frame_budgets",
+    "rl.prompts",
+    "evaluation.frames",
+    "frames.max_pixels",
+)
 
 
 class OutOfMemoryError(UserError):
@@ -35,8 +49,8 @@ def naming_remedies(run: Run) -> Iterator[None]:
         first = str(error).strip().splitlines()[0][:200]
         raise OutOfMemoryError(
             f"a device has no memory left ({first}); the same command continues with other values "
-            f"of {_flags(run, _FREE)} (more microbatches, less of the others) and with --sft.remat "
-            f"and --rl.remat full; else lower, in a new --run-dir, {_flags(run, _DEFINING)}"
+            f"of {_flags(run, _FREE)}: remat full, more microbatches, less of the others; else "
+            f"lower, in a new --run-dir, {_flags(run, _DEFINING)}"
         ) from error
 
 
@@ -46,6 +60,9 @@ def _flags(run: Run, names: tuple[str, ...]) -> str:
     for name in names:
         section, field = name.split(".")
         settings = getattr(run, section)
-        if settings is not None:
-            flags.append(f"--{name.replace('_', '-')} (now {getattr(settings, field)})")
+        if settings is None or (section in ("engine", "evaluation") and not run.plays_episodes):
+            continue
+        value = getattr(settings, field)
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        flags.append(f"--{name.replace('_', '-')} (now {shown})")
     return ", ".join(flags)

@@ -33,11 +33,13 @@ from paravt_extras.check import as_text, check, require_ready
 from paravt_extras.fit import fit
 from paravt_extras.report.finish import final_report
 from paravt_extras.slices import found_devices
+from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import is_bucket
 from paravt_jax.data.stored import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import LOST, USER_ERRORS, exit_code
+from paravt_jax.remote.judge import RemoteJudge
 from train.actor import open_actor, open_environment
 from train.cli import parse
 from train.data import Data, QuestionStream
@@ -116,6 +118,10 @@ def execute(
     require_model(run)
     with contextlib.ExitStack() as stack:
         stack.enter_context(naming_remedies(run))
+        judge = None
+        if run.rl is not None and run.rl.rewards.judge is not None:
+            judge = RemoteJudge(run.rl.rewards.judge)
+            stack.enter_context(contextlib.closing(judge))
         home = _open_home(run, config, interrupts, stack)
         data = _prepare(run, home, questions)
         model, origin = first_model(run, data, mesh)
@@ -132,7 +138,7 @@ def execute(
         home.usage.trains(model.config, mesh.size)
         actor = None
         if run.plays_episodes:
-            actor = stack.enter_context(open_actor(run, data, parts, environment, weights))
+            actor = open_actor(run, data, parts, environment, weights, judge)
         evaluator = Evaluator(run, home, data, actor)
         # The frames of the small world stay in memory, so nothing is read ahead of time.
         ahead = None if run.data is None else reader
@@ -291,7 +297,14 @@ def _silence_stacks() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        prog=command_name("python -m train.run"),
+        usage="%(prog)s --config=NAME [--check] [--field value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
     parser.add_argument("--check", action="store_true", help="print what the run needs, and exit")
     parser.add_argument(
         "--topology", default="", help="with --check: a TPU slice, such as v5e:4x4 or 2*v5e:4x4"

@@ -19,6 +19,7 @@ from paravt_jax.checks import require_at_least
 from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
 from paravt_jax.method.protocol import Lengths, ProtocolSettings
 from paravt_jax.method.tokenizer import Dialect
+from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as small_world
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
@@ -102,9 +103,7 @@ class EvaluationSettings:
         for name in ("frames", "dispatch", "temperatures"):
             if not getattr(self, name):
                 raise ValueError(f"evaluation.{name}: (); give at least one")
-        for dispatch in self.dispatch:
-            # Raises if one is out of range: the smallest is, or none.
-            EpisodeSettings(min(self.frames), min(self.temperatures), dispatch)
+        self.episode_settings()  # raises if one is out of range
         if self.curve and not self.questions:
             raise ValueError(
                 "evaluation.questions: 0 with evaluation.curve, which plays them: give a number, "
@@ -206,6 +205,15 @@ class Run:
         steps = {name: phase.steps for name, phase in phases.items() if phase is not None}
         if not 0 <= self.profile <= max(steps.values(), default=0):
             raise ValueError(f"profile: {self.profile}; give a step of a phase ({steps}), or 0")
+        if self.rl is None and self.evaluation.curve:
+            raise ValueError(
+                "evaluation.curve: True without rl; it evaluates checkpoints of RL: switch it off"
+            )
+        if self.sft is not None and CropVideo.name not in self.protocol.tools:
+            raise ValueError(
+                f"protocol.tools: {self.protocol.tools}; the demonstrations of sft call "
+                "crop_video: add it, or set sft to None in a recipe of your own"
+            )
         for name, phase in (("sft", self.sft), ("rl", self.rl)):
             if self.lora and phase is not None and phase.optimizer.name == "muon":
                 raise ValueError(

@@ -82,11 +82,14 @@ def _config(content: Mapping[str, Any]) -> ModelConfig:
     _require_supported("vision_config", vision, chosen.supported["vision_config"], chosen.title)
     # Qwen2.5-VL is published with the decoder's fields at the top level.
     text = content.get("text_config") or content
-    tied = content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    tied = _checked("tie_word_embeddings", tied, "bool")
+    # Files of different tools say it at either level.
+    tied = [
+        _checked("tie_word_embeddings", level.get("tie_word_embeddings", False), "bool")
+        for level in (content, text)
+    ]
     return chosen.config(
         _read_fields(chosen.vision, "vision_config", vision, chosen.title),
-        _read_text(text, tied, chosen),
+        _read_text(text, any(tied), chosen),
         **{field: _checked(field, content[field], "int") for field in _IDS if field in content},
     )
 

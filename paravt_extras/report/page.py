@@ -162,9 +162,9 @@ def progress(metrics: list[Record]) -> str:
 def key_figures(result: Record) -> list[tuple[str, str, float | None, float | None]]:
     """Return the four figures that tell whether RL worked, at the sampling temperature.
 
-    Accuracy and f are means over K with parallel dispatch. Calls and the gain by crops (accuracy
-    with parallel dispatch minus accuracy without tools) are taken at the smallest K, where the
-    overview shows least.
+    Accuracy and compliance are means over K with parallel dispatch. Calls and the gain by crops
+    (accuracy with parallel dispatch minus accuracy without tools) are taken at the smallest K,
+    where the overview shows least.
 
     Returns:
         (title, note, before, after) of each; nothing if the run has no evaluation.

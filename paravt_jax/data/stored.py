@@ -274,19 +274,6 @@ def lock(file: pathlib.Path, wait: bool = False) -> TextIO:
     return stream
 
 
-def holder_of(file: pathlib.Path) -> str:
-    """Return the id of the process that has locked `file`, or ""; "unknown" if it left no id."""
-    if not file.exists():
-        return ""
-    # A shared lock is refused as well while `lock` holds the file, and needs no right to write.
-    with file.open(encoding="utf-8") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return stream.read().strip() or "unknown"
-    return ""
-
-
 # --- sums of files ---
 
 SUMS = "sums.json"

@@ -40,7 +40,7 @@ class Wording:
     """One option of multiple choice."""
     subtitled: str
     """A question's text with the subtitles of its video. `{subtitles}` has lines with times, each
-    with its end; `{spoken}` has only the words, one line per entry."""
+    with its end."""
     subagent: str
     """A sub-agent's task, after its frames. `{start}` and `{end}` are seconds of its window."""
     answer_now: str

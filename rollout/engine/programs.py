@@ -67,7 +67,7 @@ class Pieces(NamedTuple):
     tables: Int[Any, "b m"]
 
 
-class Slots(NamedTuple):
+class DecodeRows(NamedTuple):
     """What to decode: one row per sequence.
 
     A row attends to the first `prefix_tokens` tokens of its block's prefix, then to `own_tokens`
@@ -309,7 +309,7 @@ class Programs:
         )
 
     def _cache(
-        self, pool: Pool, prefixes: Prefixes | None, rows: Slots, steps: int, width: int
+        self, pool: Pool, prefixes: Prefixes | None, rows: DecodeRows, steps: int, width: int
     ) -> PagedCache | DenseCache:
         """Return the cache that the rows decode with, which has room for `steps` more tokens."""
         if self._paged:
@@ -328,7 +328,7 @@ class Programs:
         weights: Any,
         pool: Pool,
         prefixes: Prefixes | None,
-        rows: Slots,
+        rows: DecodeRows,
         *,
         steps: int,
         width: int,

@@ -35,12 +35,12 @@ from rollout.engine.programs import (
     CHUNK,
     MOST_STOP_IDS,
     Bank,
+    DecodeRows,
     Drawn,
     Pieces,
     Pool,
     Prefixes,
     Programs,
-    Slots,
     pages_of,
 )
 from rollout.engine.sampling import Choices
@@ -237,7 +237,7 @@ class ModelRunner:
         """Run a prefill program once.
 
         Returns:
-            Tokens that were computed, by row. Slots after the last sequence are idle.
+            Tokens that were computed, by row. Rows after the last sequence are idle.
         """
         pieces = self._pieces(sequences, length, before)
         vectors: list[np.ndarray] = []
@@ -341,12 +341,12 @@ class ModelRunner:
         self.row_steps += int(drawn.steps) * len(layout.rows)
         return drawn
 
-    def _idle_rows(self, layout: Layout) -> Slots:
+    def _idle_rows(self, layout: Layout) -> DecodeRows:
         """Return the arrays of a program whose rows are all idle."""
         settings = self.settings
         count = len(layout.rows)
         columns = layout.row_length // settings.page + pages_of(settings.steps, settings.page)
-        return Slots(
+        return DecodeRows(
             tokens=np.zeros(count, np.int32),
             positions=np.zeros(count, np.int32),
             prefix_tokens=np.zeros(count, np.int32),
@@ -361,7 +361,9 @@ class ModelRunner:
             ),
         )
 
-    def _fill_row(self, rows: Slots, row: int, sequence: EngineSequence, prefix: Serials) -> None:
+    def _fill_row(
+        self, rows: DecodeRows, row: int, sequence: EngineSequence, prefix: Serials
+    ) -> None:
         """Put a sequence into a row whose block has this prefix."""
         request = sequence.prompt.request
         sampling = sequence.sampling

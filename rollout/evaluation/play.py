@@ -55,7 +55,7 @@ class LeftOut:
 
     question: Question
     cause: str
-    """`missing` (no video file), `unreadable`, `broken` (its subtitles or its span),
+    """`missing` (no video file), `unreadable`, `broken` (its subtitles),
     `too_long`, or `refused` or `failed` (by the endpoint)."""
     reason: str
     """What happened, for people."""

@@ -132,6 +132,8 @@ def open_reader(setup: Setup, replicas: int) -> FrameReader:
             min(crops, max(1, (os.cpu_count() or 1) - 1)),
             # The coming questions, and one per replica that has just been taken.
             ready=(settings.episodes + 1) * replicas,
+            # What is read ahead has to equal what is asked for.
+            whole=settings.frames.batch,
             rules=settings.frames.rules(vision),
             crop_rules=settings.frames.rules(vision, crop=True),
         )

@@ -54,7 +54,7 @@ class BenchmarkSettings:
     name: str = ""
     """Name in tables; if empty, the model's folder, or NAME for runs/NAME/model."""
     questions: str = ""
-    """File of your own questions (JSON or CSV, see docs/evaluation.md) instead of a split."""
+    """File of your own questions (.csv or .jsonl, see docs/evaluation.md) instead of a split."""
     limit: int | None = None
     """Play only this many questions; the same command without a limit plays the rest."""
     k: Annotated[int, tyro.conf.arg(name="frames")] = 64

@@ -233,5 +233,4 @@ def subtitled_text(entries: Sequence[Subtitle], text: str, wording: Wording) -> 
     if not entries:
         return text
     lines = "".join(f"{entry.line}\n" for entry in entries)
-    spoken = "\n".join(entry.text for entry in entries)
-    return fill(wording.subtitled, subtitles=lines, spoken=spoken, question=text)
+    return fill(wording.subtitled, subtitles=lines, question=text)

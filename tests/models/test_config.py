@@ -57,7 +57,7 @@ def test_another_model_or_size_is_refused():
             "text_config",
             "layer_types",
             ["linear_attention", "full_attention", "full_attention"],
-            "text.layer_types: linear_attention is unknown; .*full_attention",
+            "text.layer_types: full_attention, linear_attention: unknown, .*all full_attention",
         ),
         # Beside rope_parameters, which say default.
         (

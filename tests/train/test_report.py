@@ -418,7 +418,9 @@ def unfinished_run(folder, last_step=20):
             ("curve-000016", greedy),
         ):
             file = folder / "evaluation" / f"{name}-{k}.json"
-            file.write_text(json.dumps({"rows": content, "episodes": []}))
+            file.write_text(
+                json.dumps({"phase": "sft", "step": 1, "rows": content, "episodes": []})
+            )
     return folder
 
 

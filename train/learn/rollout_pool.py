@@ -3,7 +3,7 @@
 Without a pool, every step waits for its slowest rollout while most slots are empty. With it, twice
 as many groups are in flight as an update takes:
 
-    begin    new groups take the prompts of those that were taken last
+    begin    as many new groups as were taken last begin
     play     all episodes advance, a quantum of virtual time at a time, until the update can be made
     take     the update takes the groups that are due, and those that ended first
     suspend  all others keep what they have drawn, and go on under the new weights

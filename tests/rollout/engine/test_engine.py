@@ -31,7 +31,7 @@ from models.lora import NOTHING
 from paravt_jax.data import video
 from paravt_jax.method.records import digest
 from rollout.engine.engine import Engine
-from rollout.engine.programs import CHUNK, MOST_STOP_IDS, Pieces, Programs, Slots
+from rollout.engine.programs import CHUNK, MOST_STOP_IDS, DecodeRows, Pieces, Programs
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling
 from rollout.engine.sampling import Choices
 from rollout.engine.settings import EngineSizes
@@ -444,7 +444,7 @@ def test_the_programs_write_the_cache_in_place(small_model, weights):
     def zeros(*shape: int, dtype: Any = np.int32) -> np.ndarray:
         return np.zeros(shape, dtype)
 
-    rows = Slots(
+    rows = DecodeRows(
         tokens=zeros(8),
         positions=zeros(8),
         prefix_tokens=zeros(8),
