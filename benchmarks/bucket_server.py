@@ -53,14 +53,14 @@ class BucketServer:
         }
 
     def start(self) -> None:
-        """Serves again, on the same port, what was stored before `close`."""
+        """Serve again, on the same port, what was stored before `close`."""
         handler = functools.partial(_Handler, self._storage, self._lock)
         self._server = _Server(("localhost", self._port), handler)
         self._port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
-        """Refuses connections from now on."""
+        """Refuse connections from now on."""
         # Connections that are open would go on.
         self._server.down = True
         self._server.shutdown()
@@ -76,12 +76,12 @@ class BucketServer:
             self.start()
 
     def close_for(self, seconds: float) -> None:
-        """Begins an outage that ends by itself."""
+        """Begin an outage that ends by itself."""
         self.close()
         threading.Timer(seconds, self.start).start()
 
     def names(self, prefix: str = "") -> list[str]:
-        """The names of all objects that begin with `prefix`."""
+        """Return the names of all objects that begin with `prefix`."""
         with self._lock:
             names = list(self._storage.objects.get(BUCKET, {}))
         return sorted(name for name in names if name.startswith(prefix))
@@ -100,7 +100,7 @@ class BucketServer:
             self._storage.delete_file(BUCKET, name)
 
     def flip(self, name: str, position: int | None = None, bit: int = 0) -> None:
-        """Changes one bit of what is stored. The store's own checksum stays as it was.
+        """Change one bit of what is stored. The store's own checksum stays as it was.
 
         Args:
             name: The object.

@@ -105,7 +105,7 @@ class Unexpected(Exception):
 
 
 def changed_bytes(data: bytes, rng: random.Random) -> bytes:
-    """A file with one to eight changes, most of them near its start."""
+    """Return a file with one to eight changes, most of them near its start."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4, 8))):
         if not changed:
@@ -130,7 +130,7 @@ def changed_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def changed_value(value: Any, rng: random.Random, hostile: Sequence[Any]) -> Any:
-    """A JSON value with one to three parts replaced, removed or repeated."""
+    """Return a JSON value with one to three parts replaced, removed or repeated."""
     value = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 2, 3))):
         places = list(_places(value))
@@ -566,7 +566,7 @@ def forbidden(trace: pathlib.Path, folders: Folders) -> list[str]:
 
 
 def table(by_kind: dict[str, Outcome]) -> str:
-    """A Markdown table with a line per kind."""
+    """Return a Markdown table with a line per kind."""
     lines = ["| files | cases | outcomes | unexpected | slowest | seconds |", "|---" * 6 + "|"]
     for name, kind in by_kind.items():
         outcomes = ", ".join(f"{count:,} {what}" for what, count in kind.outcomes.most_common())
@@ -606,7 +606,7 @@ _WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 
 
 def _traced(asked: argparse.Namespace, folder: pathlib.Path) -> int:
-    """The same command under strace, and what it has seen."""
+    """Return the same command under strace, and what it has seen."""
     trace = folder / "strace.txt"
     command = [*STRACE, "-o", str(trace), sys.executable, "-m", "benchmarks.foreign_files"]
     command += ["--folder", str(folder)]

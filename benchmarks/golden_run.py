@@ -236,7 +236,7 @@ def execute_scripted(run: Run) -> None:
 
 
 def _frames(folder: pathlib.Path) -> Figures:
-    """A checksum of all decoded frames. If it differs, most other figures differ too."""
+    """Return a checksum of all decoded frames. If it differs, most other figures differ too."""
     checksum = 0
     for file in sorted((folder / "videos").rglob("*.mp4")):
         frames = video.read(file, range(video.probe(file).frames))
@@ -245,7 +245,7 @@ def _frames(folder: pathlib.Path) -> Figures:
 
 
 def _metrics(folder: pathlib.Path) -> Figures:
-    """All figures of all steps. A figure that was not finite is NaN."""
+    """Return all figures of all steps. A figure that was not finite is NaN."""
     figures: Figures = {}
     for line in read_metrics(folder / "metrics.jsonl"):
         phase = line.pop("phase")
@@ -257,7 +257,7 @@ def _metrics(folder: pathlib.Path) -> Figures:
 
 
 def _weights(folder: pathlib.Path) -> Figures:
-    """The norm of each exported weight, and its inner product with `random_vector`.
+    """Return the norm of each exported weight, and its inner product with `random_vector`.
 
     A norm does not change if entries change places or signs, but the product does.
     """
@@ -310,7 +310,7 @@ def write_record(figures: Figures) -> None:
 
 
 def tolerance(name: str, expected: Figures) -> float:
-    """The largest allowed difference of a figure; 0 for a whole number."""
+    """Return the largest allowed difference of a figure; 0 for a whole number."""
     if isinstance(expected[name], int):
         return 0.0
     subject = name.rpartition(": ")[0]

@@ -79,13 +79,13 @@ class Work:
         )
 
     def ids(self, vocabulary: int) -> Int[np.ndarray, "p t"]:
-        """Prompts of random tokens among the first ones, which are text."""
+        """Return prompts of random tokens among the first ones, which are text."""
         rng = np.random.default_rng(0)
         return rng.integers(0, min(vocabulary, 100_000), (self.prompts, self.prompt))
 
 
 def here(folder: str, work: Work) -> dict[str, Any]:
-    """Tokens per second of this engine."""
+    """Return the tokens per second of this engine."""
     gpu.reserve_memory()
     gpu.require_type("dtype", "bfloat16")
     model = hf.load(folder, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
@@ -116,7 +116,7 @@ def here(folder: str, work: Work) -> dict[str, Any]:
 
 
 def transformers(folder: str, work: Work) -> dict[str, Any]:
-    """Tokens per second of transformers' `generate`."""
+    """Return the tokens per second of transformers' `generate`."""
     import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
     import transformers as library
 
@@ -157,7 +157,7 @@ def steps(model: str, arguments: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 def figures(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Medians of each phase's steps without the first, which compiles: seconds, and MFU."""
+    """Return medians of each phase's steps without the first, which compiles: seconds, and MFU."""
     by_phase = {}
     for phase in PHASE_TITLES:
         later = [line for line in lines if line["phase"] == phase][1:]

@@ -92,7 +92,7 @@ class Hub:
         }
 
     def files(self, id: str) -> dict[str, _Entry]:
-        """The files of a repository, by path. Hidden files are left out."""
+        """Return the files of a repository, by path. Hidden files are left out."""
         root = self.repositories[id]
         entries = {}
         for path in sorted(root.rglob("*")):
@@ -105,7 +105,7 @@ class Hub:
         return entries
 
     def cuts_now(self) -> bool:
-        """Whether to break off this download. Counts it."""
+        """Return whether to break off this download, and count it."""
         with self._lock:
             if self.cuts == 0:
                 return False
@@ -124,7 +124,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 def _tree(files: Mapping[str, _Entry], folder: str, recursive: bool) -> list[dict[str, Any]]:
-    """The files below a folder, or only the files and the folders in it."""
+    """Return the files below a folder, or only the files and the folders in it."""
     prefix = f"{folder}/" if folder else ""
     listed: dict[str, dict[str, Any]] = {}
     for name, entry in files.items():
@@ -252,7 +252,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send_bytes(entry.path, first, last + 1 - first)
 
     def _range(self, size: int) -> tuple[int, int]:
-        """The first and the last byte that are asked for."""
+        """Return the first and the last byte that are asked for."""
         match = _RANGE.fullmatch(self.headers.get("Range") or "")
         if match is None:
             return 0, size - 1

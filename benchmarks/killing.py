@@ -86,7 +86,7 @@ ONE_PROMPT = ["--rl.prompts", "1"]
 
 
 def in_flight(cold_start: pathlib.Path, max_staleness: int) -> list[str]:
-    """Settings of runs that begin with RL, and keep episodes in flight."""
+    """Return settings of runs that begin with RL, and keep episodes in flight."""
     longer = ["--rl.prompts", "2", "--rl.steps", "16"]
     return [*longer, "--start", str(cold_start), "--rl.max-staleness", str(max_staleness)]
 
@@ -199,7 +199,7 @@ def checkpoints_of(folder: pathlib.Path) -> Iterator[tuple[str, int, dict[str, b
 
 
 def _leaf(text: str) -> jax.ShapeDtypeStruct:
-    """The abstract array that "float32[2,3]" describes."""
+    """Return the abstract array that "float32[2,3]" describes."""
     match = re.fullmatch(r"(\w+)\[([\d,]*)\]", text)
     assert match, text
     shape = tuple(int(size) for size in match[2].split(",") if size)

@@ -67,7 +67,7 @@ class Comparison(study.Command):
 
 
 def runs_of(out: str, seed: int) -> dict[str, Run]:
-    """The three runs of a seed, in their order."""
+    """Return the three runs of a seed, in their order."""
     folders = {name: f"{out}/{name}-{seed}" for name in (START, FULL, LORA)}
     evaluation = dataclasses.replace(study.greedy_evaluation(), curve=False)
     same = {"seed": seed, "world.seed": seed, "text.seed": seed, "evaluation": evaluation}
@@ -129,7 +129,7 @@ def memory(run: Run, data: Data) -> dict[str, float]:
 
 
 def checkpoint_bytes(folder: pathlib.Path) -> float:
-    """Bytes of the newest checkpoint of a phase, on disk."""
+    """Return the bytes of the newest checkpoint of a phase, on disk."""
     newest = folder / str(max(Checkpoints(folder, read_only=True).steps()))
     return float(sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()))
 

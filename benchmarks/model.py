@@ -83,7 +83,7 @@ class Case:
 
 
 def _small() -> ModelConfig:
-    """The 2B model at half the width, with 8 layers, 8 vision blocks and an untied head."""
+    """Return the 2B model at half the width, with 8 layers, 8 vision blocks and an untied head."""
     large = qwen3_vl("2b")
     vision = dataclasses.replace(
         large.vision,
@@ -105,7 +105,8 @@ def _small() -> ModelConfig:
 
 
 def _windowed() -> ModelConfig:
-    """A Qwen2.5-VL of about the same sizes; two of its eight vision blocks see whole frames."""
+    """Return a Qwen2.5-VL of about the same sizes; two of its eight vision blocks see whole
+    frames."""
     large = family("qwen2_5_vl").size("7b")
     vision = dataclasses.replace(
         large.vision,
@@ -146,7 +147,7 @@ CASES = {
 
 
 def frames_prompt(case: Case) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, "frames p c"]]:
-    """A prompt that alternates text and frames. Returns its ids and its patches."""
+    """Return a prompt that alternates text and frames: its ids and its patches."""
     rng = np.random.default_rng(0)
     config = case.config
     tokens_per_frame = case.patches // config.vision.spatial_merge_size**2
@@ -163,12 +164,12 @@ def frames_prompt(case: Case) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, 
 
 
 def prompts(case: Case) -> Int[np.ndarray, "b t"]:
-    """The sequences to decode from."""
+    """Return the sequences to decode from."""
     return _text(np.random.default_rng(1), case, case.rows * case.prompt).reshape(case.rows, -1)
 
 
 def training_ids(case: Case) -> Int[np.ndarray, "1 t"]:
-    """The text to train on, with one more token to predict."""
+    """Return the text to train on, with one more token to predict."""
     return _text(np.random.default_rng(2), case, case.tokens + 1)[None]
 
 
@@ -195,7 +196,7 @@ def vision_flops(config: VisionConfig, patches: int) -> float:
 
 
 def flops(case: Case) -> dict[str, float]:
-    """The floating-point operations of each job.
+    """Return the floating-point operations of each job.
 
     Causal attention counts as half of full attention, and a backward pass as two forward passes.
     """
@@ -231,12 +232,12 @@ def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
 
 
 def peak_memory() -> float:
-    """The largest resident memory of this process so far, in GiB."""
+    """Return the largest resident memory of this process so far, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 def matmul_shape(case: Case) -> tuple[int, int, int]:
-    """The shape (m, k, n) of the product that measures the matmul rate, as in the MLP."""
+    """Return the shape (m, k, n) of the product that measures the matmul rate, as in the MLP."""
     return case.tokens, case.config.text.hidden_size, case.config.text.intermediate_size
 
 
@@ -535,7 +536,7 @@ def report(case: Case, seconds: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The processor, the commit and the versions of installed libraries. Linux only."""
+    """Return the processor, the commit and the versions of installed libraries. Linux only."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
     git = subprocess.run(

@@ -78,7 +78,7 @@ def mutate(text: str, mutant: Mutant) -> str:
 
 
 def name_of(task: Task) -> str:
-    """The name of a task's result in the file given by `--out`."""
+    """Return the name of a task's result in the file given by `--out`."""
     return task.name if isinstance(task, Mutant) else CLEAN + " ".join(task)
 
 
@@ -229,7 +229,7 @@ def run_all(mutants: Sequence[Mutant], out: pathlib.Path, jobs: int) -> dict[str
 
 
 def _tests_of(mutants: Sequence[Mutant]) -> list[tuple[str, ...]]:
-    """The different sets of tests that the mutants name."""
+    """Return the different sets of tests that the mutants name."""
     return list(dict.fromkeys(mutant.tests for mutant in mutants))
 
 

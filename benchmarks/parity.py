@@ -37,7 +37,7 @@ LIMITS = {
 
 
 def of_model(name: str) -> dict[str, str]:
-    """A family's model on all of its cases."""
+    """Return a family's model on all of its cases."""
     cases = [case for case, content in CASES.items() if content.config["model_type"] == name]
     logits, gradients, tokens = [], [], 0
     for case in cases:
@@ -57,7 +57,7 @@ def of_model(name: str) -> dict[str, str]:
 
 
 def of_adapters(name: str) -> dict[str, str]:
-    """Adapters of a family here and in PEFT."""
+    """Return adapters of a family here and in PEFT."""
     logits, gradients = [], []
     for case in test_peft_parity.SETTINGS:
         if CASES[case].config["model_type"] != name:
@@ -74,7 +74,7 @@ def of_adapters(name: str) -> dict[str, str]:
 
 
 def of_processors(assets: Path) -> dict[str, dict[str, str]]:
-    """The processors of the families that have one of their own, by family."""
+    """Return the processors of the families that have one of their own, by family."""
     table = {}
     with tempfile.TemporaryDirectory() as folder:
         processors = test_processor_parity.make_processors(assets, Path(folder))
@@ -98,7 +98,7 @@ def of_processors(assets: Path) -> dict[str, dict[str, str]]:
 
 
 def of_sizes(name: str) -> dict[str, str]:
-    """Tensors of a family's published sizes."""
+    """Return the tensors of a family's published sizes."""
     sizes = [size for family, size in test_published_sizes.SIZES if family == name]
     for size in sizes:
         config = family(name).size(size)

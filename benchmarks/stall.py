@@ -170,7 +170,7 @@ class Setting:
     def features(
         self, seconds: Callable[[ReadTask], float] | None = None, **settings: Any
     ) -> FrameFeatures:
-        """Features with an empty cache, whose files take some seconds to read."""
+        """Return features with an empty cache, whose files take some seconds to read."""
         source = Delayed(self.source, seconds) if seconds else self.source
         made = FrameFeatures(
             self.model.vision, self.model.config, FrameSettings(batch=8, **settings), Path(), source

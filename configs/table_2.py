@@ -25,7 +25,7 @@ class Setting:
     """In per cent, by split."""
 
     def text(self) -> str:
-        """The row in a line of text."""
+        """Return the row as a line of text."""
         videomme, subtitled, lvbench, mlvu = self.scores.values()
         text = (
             f"VideoMME {videomme:.1f}, with subtitles {subtitled:.1f}, LVBench {lvbench:.1f}, "

@@ -99,7 +99,7 @@ class Adapter(nnx.Module):
         return product(product(x, a.reshape(-1, a.shape[-1])) * self.scale, self.b[...])
 
     def update(self) -> Float[Array, "l i ..."]:
-        """scale * A B of every layer, in float32 and in the shape of the matrices."""
+        """Return scale * A B of every layer, in float32 and in the shape of the matrices."""
         a, b = self.a[...], self.b[...]
         layers, *inputs, rank = a.shape
         rows = a.reshape(layers, -1, rank).astype(jnp.float32)

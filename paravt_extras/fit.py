@@ -471,7 +471,7 @@ class _Memory:
         return slots * numbers * self.shapes.itemsize
 
     def _differentiated_vectors(self, visual: float) -> float:
-        """If they are differentiated: visual vectors, their gradient, and the sum of gradients."""
+        """Return the bytes of differentiated visual vectors, their gradient and its sum; or 0."""
         if self.run.train_vision == "none":
             return 0.0
         return self._vectors(visual) * (2 + 4 / self.shapes.itemsize)

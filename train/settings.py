@@ -239,7 +239,7 @@ class Run:
         return self.rl is not None or self.evaluation.questions > 0
 
     def require_no_demonstrations(self) -> None:
-        """For runs on your own questions.
+        """Check a run on your own questions.
 
         Raises:
             ValueError: The run has a cold start.

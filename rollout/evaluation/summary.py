@@ -73,7 +73,7 @@ def counted(summary: Line) -> tuple[int, int]:
 
 
 def _split_figures(played: Sequence[Line], benchmark: str) -> dict[str, Any]:
-    """`figures` for a split: scores cover one kind of question each, and groups are added."""
+    """Return `figures` of a split: scores cover one kind of question each, and groups are added."""
     choice, grounding, open_ended = (
         [line for line in played if line["kind"] == kind] for kind in QuestionKind
     )
