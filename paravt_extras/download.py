@@ -19,7 +19,7 @@ from paravt_jax.command_name import command_name
 from paravt_jax.data import sources
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.archives import SUFFIXES, unpack
-from paravt_jax.data.stored import lock
+from paravt_jax.data.stored import lock, write_atomically
 from paravt_jax.processes.exit_codes import USER_ERRORS
 from rollout.evaluation.benchmarks import BENCHMARKS, Benchmark
 
@@ -50,14 +50,18 @@ def download(name: str, folder: pathlib.Path) -> None:
         # Splits may share a data set.
         complete = folder / f".{benchmark.source.replace('/', '--')}.complete"
         if not complete.exists():
-            _fetch(benchmark, folder)
-            complete.touch()
+            archives = _fetch(benchmark, folder)
+            write_atomically(complete, "\n".join(archives))
+        # Those that a killed command has not deleted must not be fetched again.
+        for name in complete.read_text(encoding="utf-8").splitlines():
+            (folder / name).unlink(missing_ok=True)
         if benchmark.elsewhere:
             _unpack_own(benchmark, folder)
     _say(f"{name}: complete; evaluate with --benchmark {name} --data {folder}")
 
 
-def _fetch(benchmark: Benchmark, folder: pathlib.Path) -> None:
+def _fetch(benchmark: Benchmark, folder: pathlib.Path) -> list[str]:
+    """Fetch all files, unpack the archives among them, and return the names of these."""
     # Where the hub does not answer, its client would take the folder as it is for the download.
     listed = sources.list_files(benchmark.source, "dataset")
     sources.snapshot(benchmark.source, [*benchmark.patterns, *benchmark.media], "dataset", folder)
@@ -79,8 +83,7 @@ def _fetch(benchmark: Benchmark, folder: pathlib.Path) -> None:
         _say(f"{benchmark.name}: {len(slices)} slices of one archive")
         unpack(_join(folder, slices), folder, folder)
         shutil.rmtree(folder / _JOINED)
-    for name in [*archives, *slices]:
-        (folder / name).unlink()
+    return [*archives, *slices]
 
 
 def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:

@@ -174,6 +174,23 @@ def test_a_second_download_fetches_no_archive_again(fetched, tmp_path):
     assert fetched.count("videos_chunked_01.zip") == 1
 
 
+def test_a_kill_while_archives_are_deleted_fetches_none_again(fetched, tmp_path, monkeypatch):
+    unlink = pathlib.Path.unlink
+
+    def stop_at_the_second(path, *arguments, **options):
+        if path.name == "videos_chunked_02.zip":
+            raise KeyboardInterrupt
+        unlink(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "unlink", stop_at_the_second)
+        assert command.main(["videomme", "--to", str(tmp_path)]) == 130
+    before = list(fetched)
+    assert command.main(["videomme", "--to", str(tmp_path)]) == 0
+    assert fetched == before
+    assert not list(tmp_path.glob("*.zip"))
+
+
 def test_a_damaged_archive_is_kept_and_named_in_one_line(fetched, tmp_path, monkeypatch, capsys):
     download = huggingface_hub.snapshot_download
 
