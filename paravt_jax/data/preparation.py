@@ -117,16 +117,22 @@ class Prepared:
 
 
 def examples_of_tables(folder: pathlib.Path) -> Examples:
-    """Open the parquet files below a folder, in the order of their names.
+    """Open the parquet files below a folder, in the order of their paths.
 
     Raises:
         FileNotFoundError: There are none.
-        ValueError: A file is not in the published format.
+        ValueError: Two have the same name, or one is not in the published format.
     """
-    files = sorted(folder.rglob("*.parquet"), key=lambda path: path.name)
+    files = sorted(folder.rglob("*.parquet"))
     if not files:
         raise FileNotFoundError(
             f"{folder}: no parquet files; give the folder of ParaVT/ParaVT-Parquet"
+        )
+    names = collections.Counter(path.name for path in files)
+    repeated = ", ".join(name for name, count in names.items() if count > 1)
+    if repeated:
+        raise ValueError(
+            f"{folder}: the names {repeated} occur twice, and ids begin with them; keep one of each"
         )
     tables = [open_table(path) for path in files]
     examples = (

@@ -91,6 +91,12 @@ _RULES = {
     "missing": "it is required: fill it in",
     "extra_forbidden": "no column has this name: correct the name, or leave it out",
     "tuple_type": "it is a list: write it in square brackets, as in JSON",
+    "too_short": "it has at least 2 entries: add one, or leave it out",
+    "too_long": "options have at most 26 entries, spans 2: leave some out",
+    "float_type": "it is a number of seconds: write it in digits, without quotes",
+    "string_type": "it is a text: write it in quotes",
+    "string_too_short": "it has at least 1 character: fill it in, or leave an optional column out",
+    "enum": "it is 'mcq', 'tvg' or 'oe': correct it, or leave it out",
 }
 
 

@@ -155,6 +155,13 @@ def test_other_content_of_a_set_is_one_line(files, tmp_path, content):
         open_prepared(tmp_path, reading_of(files))
 
 
+def test_two_tables_of_one_name_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        write_rl(tmp_path / folder, [rl_row(CAR)])
+    with pytest.raises(ValueError, match=r"names paravt_rl_diverse_4k4\.parquet occur twice"):
+        examples_of_tables(tmp_path)
+
+
 def test_conversations_are_stored_with_the_frames_they_show(prepared):
     assert [conversation.id for conversation in prepared.conversations] == [
         *(f"paravt_sft_selftrace_15k3:{n}" for n in (0, 1)),
