@@ -68,7 +68,7 @@ def require_examples(run: Run, sources: Counts, folder: pathlib.Path) -> None:
 
 
 def _reasons(counts: collections.Counter[str]) -> str:
-    """The most frequent reason comes first."""
+    """Return the reasons with their counts, the most frequent first."""
     return ", ".join(f"{n:,} {reason}" for reason, n in counts.most_common() if reason != "kept")
 
 
@@ -89,12 +89,13 @@ def note_unreadable(run: Run, data: Data, own: dict[str, str]) -> None:
     for others in hosts.gather(own):
         data.unreadable.update(others)
     count = len(data.unreadable)
-    named = "; ".join(f"{path}: {why}" for path, why in list(data.unreadable.items())[-_NAMED:])
+    new = list(data.unreadable.items())[known:]
+    named = "; ".join(f"{path}: {why}" for path, why in new[-_NAMED:])
     if count > known and hosts.is_first():
-        print(f"{count} videos cannot be read and are left out: {named}")
+        print(f"{count} videos cannot be read and are left out; the new ones: {named}")
     if count > run.max_left_out * data.videos:
         remedy = "Replace them" if run.world is None else f"Delete {data.root} to render it again"
         raise LeftOutError(
-            f"max_left_out: {run.max_left_out:g}; {count} of {data.videos} videos cannot be read: "
-            f"{named}. {remedy}, or allow a larger share with --max-left-out"
+            f"max_left_out: {run.max_left_out:g}; {count} of {data.videos} videos cannot be read; "
+            f"the new ones: {named}. {remedy}, or allow a larger share with --max-left-out"
         )

@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from paravt_jax.method.conversations import render
+from train.left_out import LeftOutError, note_unreadable
 from train.prepare import prepare
 from train.settings import Run
 from train.world_data import world_records
@@ -32,6 +33,19 @@ def test_what_a_run_learns_from(road):
     rendered = [render(c, road.environment.protocol, lambda clip: 1) for c in data.conversations]
     assert data.lengths == tuple(len(trajectory.ids) for trajectory in rendered)
     assert data.unreadable == {}
+
+
+def test_new_unreadable_videos_are_named_once(road, capsys):
+    data = dataclasses.replace(road.data, videos=1000, unreadable={})
+    own = {"a.mp4": "cut"}
+    note_unreadable(Run(name="own"), data, own)
+    own["b.mp4"] = "gone"
+    note_unreadable(Run(name="own"), data, own)
+    note_unreadable(Run(name="own"), data, own)
+    lines = capsys.readouterr().out.splitlines()
+    assert [("a.mp4: cut" in line, "b.mp4: gone" in line) for line in lines] == [(1, 0), (0, 1)]
+    with pytest.raises(LeftOutError, match=r"3 of 10 videos cannot be read; .*c\.mp4: empty"):
+        note_unreadable(Run(name="own"), dataclasses.replace(data, videos=10), {"c.mp4": "empty"})
 
 
 def test_rl_can_train_on_some_kinds_of_questions(road):
