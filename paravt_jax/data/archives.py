@@ -34,14 +34,7 @@ _MOST_AT_ONCE = 2**17  # bytes of a read; tarfile copies files in smaller ones
 _GZIP = b"\x1f\x8b"
 _OTHER_COMPRESSIONS = {b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 # Errors of the disk or of permissions. All others come from the archive.
-_DISK_ERRORS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 class ArchiveError(ValueError):
