@@ -206,7 +206,7 @@ class Checkpoints:
         arrays = self._read(step, _STATE, arguments)
         damaged = [name for name, own in _sums(arrays).items() if own != record["sums"][name]]
         if damaged:
-            raise self._unreadable(step, f"{damaged[0]}: its checksum is wrong")
+            raise self.unreadable(step, f"{damaged[0]}: its checksum is wrong")
         leaves = [arrays[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(template), leaves), record["meta"], step
 
@@ -256,7 +256,7 @@ class Checkpoints:
         """Read the JSON that `save` stored: leaves, sums, meta, identity."""
         record = self._read(step, _META, ocp.args.JsonRestore())
         if record.pop("checksum", None) != _sum_of_json(record):
-            raise self._unreadable(step, "meta: its checksum is wrong")
+            raise self.unreadable(step, "meta: its checksum is wrong")
         return record
 
     def _read(self, step: int, item: str, arguments: Any) -> Any:
@@ -267,9 +267,10 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: arguments}))[item]
         except Exception as error:
-            raise self._unreadable(step, _cause(error)) from error
+            raise self.unreadable(step, _cause(error)) from error
 
-    def _unreadable(self, step: int, cause: str) -> CheckpointError:
+    def unreadable(self, step: int, cause: str) -> CheckpointError:
+        """Return the error of a checkpoint that cannot be read."""
         again = "to resume from the one before it" if self.steps()[0] < step else "to start again"
         return CheckpointError(
             f"{self.folder / str(step)} cannot be read ({cause}): if it is damaged, restore it "

@@ -221,7 +221,11 @@ class Saver:
                 leaf.delete()
             saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
             state = saved if self._form is None else self._form.as_trained(saved)
-            cursor = unpack(meta["cursor"])
+            try:
+                cursor = unpack(meta["cursor"])
+            except Exception as error:  # a damaged one finds errors of every kind
+                what = f"its position in the data: {error}"
+                raise self._checkpoints.unreadable(self.finished_steps, what) from error
         hosts.from_first(self._require_metrics)
         if self.left:
             self._go_on()
