@@ -135,7 +135,9 @@ def write_split(name: str, folder: pathlib.Path, records: Sequence[Record]) -> p
         write_parquet(file, records)
     else:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(list(records)), encoding="utf-8")
+        lines = "\n".join(map(json.dumps, records))
+        text = lines if file.suffix == ".jsonl" else json.dumps(list(records))
+        file.write_text(text, encoding="utf-8")
     return folder
 
 
