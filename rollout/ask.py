@@ -168,9 +168,11 @@ class Assistant:
 
         Raises:
             VideoError: The video cannot be read.
-            ValueError: The question is empty or too long.
+            ValueError: The question is empty or too long, or these are no options to choose from.
         """
         _require_words(question)
+        if isinstance(options, str) or (options and len(set(options)) < max(2, len(options))):
+            raise ValueError(f"options: {options!r}; give at least two different texts, or none")
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
         # The user may name any file, unlike a data set. Videos are named by their path below "/".
         require_local("video", video)

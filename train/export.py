@@ -13,6 +13,7 @@ It does not read the optimizer state.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pathlib
 import sys
 from typing import Any, Literal
@@ -180,6 +181,7 @@ def _adapted_base(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax says that it only reads
     command = tyro.cli(Export, args=argv, prog=command_name("python -m train.export"))
     try:
         export(command)
