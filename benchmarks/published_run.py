@@ -49,7 +49,7 @@ ADAM = OptimizerSettings(learning_rate=1e-3)
 
 
 def published_sft() -> Run:
-    """Two steps of SFT on packed rows, with one token per frame.
+    """Three steps of SFT on packed rows, with one token per frame.
 
     Command: python -m benchmarks.published_run --config=published_sft
     """
@@ -67,7 +67,7 @@ def published_sft() -> Run:
             text_tokens=396,
         ),
         engine=EngineSettings(slots=4, cache_tokens=4096),
-        sft=SFTSettings(steps=2, rows=1, optimizer=ADAM, row_tokens=512),
+        sft=SFTSettings(steps=3, rows=1, optimizer=ADAM, row_tokens=512),
     )
 
 
