@@ -90,7 +90,7 @@ def check(
 
 
 def require_ready(run: Run, settings: dict[str, Any], run_folder: RunFolder) -> None:
-    """Check a run that is about to start, and print what would stop it.
+    """Check a run that is about to start, and print all errors if there are several.
 
     Whether it fits the devices shows when it chooses its sizes, right after this.
 
@@ -101,7 +101,7 @@ def require_ready(run: Run, settings: dict[str, Any], run_folder: RunFolder) -> 
         finding for finding in _look_at(_items(run, settings, run_folder)) if finding.is_error
     ]
     if errors:
-        if hosts.is_first():
+        if len(errors) > 1 and hosts.is_first():
             print(as_text(errors), file=sys.stderr)
         raise NotReadyError(errors)
 

@@ -179,7 +179,7 @@ def _open_home(
             run_folder.claim(config, run.start, stack)
         run_folder.pull()
     run_folder.require_shared()
-    use_cache(run_folder.programs)
+    use_cache(run_folder.address)
     metrics = MetricsWriter(run_folder.folder, run.wandb, config)
     stack.enter_context(contextlib.closing(metrics))
     return Home(run_folder, config, metrics, Usage(), interrupts, run.profile)

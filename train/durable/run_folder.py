@@ -87,19 +87,19 @@ class RunFolder:
         run_dir: A folder, or gs://BUCKET/FOLDER.
 
     Attributes:
-        shown: The folder or the address, as the user knows it.
+        address: The folder, or that of the bucket, as a path that all processes see.
+        shown: The same, as the user knows it.
         folder: Holds the small files.
         checkpoints: Holds one folder per phase.
-        programs: A folder for compiled programs that all processes see.
 
     Raises:
         ModuleNotFoundError: The package for an address is missing.
     """
 
     def __init__(self, run_dir: str | pathlib.Path):
-        self.programs: AnyPath = any_path(run_dir)
-        self.shown = str(self.programs).rstrip("/")
-        self.checkpoints: AnyPath = self.programs / "checkpoints"
+        self.address: AnyPath = any_path(run_dir)
+        self.shown = str(self.address).rstrip("/")
+        self.checkpoints: AnyPath = self.address / "checkpoints"
         self.folder = pathlib.Path(self.shown)
         self._in_bucket = is_bucket(run_dir)
         if self._in_bucket:
@@ -131,7 +131,7 @@ class RunFolder:
                 "written to. Give a writable folder."
             )
         with named_errors(self.shown):
-            return self.programs.exists() and _is_continued(self.programs, config)
+            return self.address.exists() and _is_continued(self.address, config)
 
     def claim(self, config: dict[str, Any], start: str, stack: contextlib.ExitStack) -> None:
         """Lock the run until `stack` closes. Only the first process calls it.
