@@ -101,6 +101,10 @@ def test_tool_reward_follows_outcomes(status, right, reward):
     assert tool_reward([look(status), answer()], right) == pytest.approx(reward)
 
 
+def test_one_executed_call_is_enough():
+    assert tool_reward([look(CallStatus.BAD_WINDOW), look(), answer()], False) == pytest.approx(0.3)
+
+
 def test_terms_can_be_switched_off():
     turns = [look(), answer()]
     assert score(QUESTION, turns, RewardSettings(tool_weight=0)).total == pytest.approx(2)
