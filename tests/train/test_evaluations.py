@@ -65,7 +65,7 @@ def evaluated(road, small, monkeypatch):
             return 0
 
     @contextlib.contextmanager
-    def scripted(run, data, parts, environment, weights) -> Iterator[EngineActor]:
+    def scripted(run, data, parts, environment, weights, judge=None) -> Iterator[EngineActor]:
         rewards = run.rl.rewards
         judge = None if rewards.judge is None else RemoteJudge(rewards.judge)
         scores = judge or rules_of(rewards)
