@@ -50,12 +50,13 @@ jaxtyping.install_import_hook(
     "tests.typechecker.check",
 )
 
+import collections
 import dataclasses
 import functools
 import json
 import pathlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from typing import Any
 
 import hypothesis
 import jax
@@ -68,6 +69,7 @@ from models.config import (
 from models.model import VisionLanguageModel
 from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.qwen3_vl.dialect import DIALECT
+from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.tokenizer import Vocabulary
@@ -99,19 +101,20 @@ def unchecked() -> Iterator[None]:
 @pytest.fixture
 def late_reads(monkeypatch) -> Callable[[], int]:
     """Counts the requests of frame readers, so far, for frames that were not read ahead."""
-    calls: list[Future] = []
-    ahead = 0
-    submit = Workers.submit
+    counts: collections.Counter[str] = collections.Counter()
 
-    def recorded(workers: Workers, argument: object, priority: int = 0) -> Future:
-        nonlocal ahead
-        ahead += priority > 0
-        calls.append(submit(workers, argument, priority))
-        return calls[-1]
+    def counted(owner: type, name: str) -> None:
+        method = getattr(owner, name)
 
-    monkeypatch.setattr(Workers, "submit", recorded)
-    # If a request hurries what is read ahead, that call is cancelled and submitted again.
-    return lambda: sum(not call.cancelled() for call in calls) - ahead
+        def call(*arguments: Any, **named: Any) -> Any:
+            counts[name] += 1
+            return method(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(Workers, "submit")
+    counted(FrameReader, "ahead")
+    return lambda: counts["submit"] - counts["ahead"]
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ crashes its worker raises `VideoError`, like any other bad file.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import os
@@ -16,17 +17,12 @@ from concurrent.futures import Future
 import numpy as np
 from jaxtyping import Int64
 
-from paravt_jax.checks import require_at_least
 from paravt_jax.data import video
 from paravt_jax.data.frames import PixelRules, ReadFrames, ReadTask, VideoError
-from paravt_jax.data.workers import WorkerError, Workers, cancel
+from paravt_jax.data.workers import WorkerError, Workers
 
 PATIENCE = 600.0
 """Time limit for reading a file that may be a film on a slow disk, in seconds."""
-
-# Priorities: requests that somebody awaits go before those that are read ahead.
-_AWAITED = 0
-_AHEAD = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,45 +44,23 @@ class ReaderSettings:
     whole: int = 0
     """Of videos with at most this many frames, `ahead` reads all in place of an overview."""
 
-    def __post_init__(self):
-        require_at_least("reader", self, 1, "workers", "ready")
-        if not self.deadline > 0:
-            raise ValueError(f"reader.deadline: {self.deadline}; give seconds, more than 0")
-        video.require_decoder("reader.decoder", self.decoder)
 
-
-@dataclasses.dataclass(eq=False)
-class _Ahead:
-    """A request of `ahead` whose frames have not been taken."""
-
-    task: ReadTask
-    call: Future[ReadFrames]
-    awaited: bool = False
-    """Whether `request` has given its result to somebody."""
-
-    def drop(self) -> None:
-        """Do not read it, unless a worker has begun or somebody awaits it."""
-        if not self.awaited:
-            self.call.cancel()
-
-
-class FrameReader:
+class FrameReader(Workers[ReadTask, ReadFrames]):
     """Reads frames in worker processes, resized as the model sees them (a `FrameSource`).
 
-    Neither `ahead` nor `request` waits. What `request` asks for is read before what `ahead` does.
-    Use it in a `with` block, or call `close`. Several threads may use it.
+    Neither `ahead` nor `request` waits. Files are read in the order of these calls. Use it in a
+    `with` block, or call `close`. Several threads may use it.
     """
 
     def __init__(self, settings: ReaderSettings):
+        read = functools.partial(video.fetch, decoder=settings.decoder)
+        super().__init__(read, settings.workers, settings.deadline)
         self.settings = settings
-        self._workers: Workers[ReadTask, ReadFrames] = Workers(
-            functools.partial(video.fetch, decoder=settings.decoder),
-            settings.workers,
-            settings.deadline,
+        # Frames that are never asked for must not fill the memory: the oldest are dropped.
+        self._ahead: collections.deque[tuple[ReadTask, Future[ReadFrames]]] = collections.deque(
+            maxlen=settings.ready
         )
-        # The oldest first.
-        self._ahead: list[_Ahead] = []
-        self._lock = threading.Lock()
+        self._ahead_lock = threading.Lock()
 
     def ahead(
         self,
@@ -105,11 +79,8 @@ class FrameReader:
             wanted = tuple(int(n) for n in wanted)
         rules = self.settings.crop_rules if crop else self.settings.rules
         task = ReadTask(str(path), wanted, rules, self.settings.whole)
-        with self._lock:
-            self._ahead.append(_Ahead(task, self._workers.submit(task, _AHEAD)))
-            # Frames that are never asked for must not fill the memory: drop the oldest.
-            if len(self._ahead) > self.settings.ready:
-                self._ahead.pop(0).drop()
+        with self._ahead_lock:
+            self._ahead.append((task, self.submit(task)))
 
     def request(self, task: ReadTask) -> Future[ReadFrames]:
         """Begin to read, or take what `ahead` has begun to read, which may be more frames.
@@ -118,33 +89,21 @@ class FrameReader:
             A future of the frames. It fails with `VideoError` if the file cannot be read, if it
             takes longer than the deadline, or if it crashes the process.
         """
-        with self._lock:
-            for read in self._ahead:
-                if _brings(read.task, task):
+        with self._ahead_lock:
+            for number, (known, future) in enumerate(self._ahead):
+                if _brings(known, task):
                     # Every request lists the file. Only frames are taken out.
                     if task.wanted != ():
-                        self._ahead.remove(read)
-                    self._hurry(read)
-                    return _of_file(task.path, read.call)
-            return _of_file(task.path, self._workers.submit(task, _AWAITED))
+                        del self._ahead[number]
+                    return future
+        return self.submit(task)
 
-    def close(self) -> None:
-        """Stop the processes. Futures that are not done yet are cancelled or fail."""
-        self._ahead.clear()
-        self._workers.close()
-
-    def __enter__(self) -> FrameReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _hurry(self, read: _Ahead) -> None:
-        """Put a task before all that is read ahead: somebody awaits it now."""
-        # It can be cancelled only if no worker has begun it.
-        if not read.awaited and read.call.cancel():
-            read.call = self._workers.submit(read.task, _AWAITED)
-        read.awaited = True
+    def call(self, argument: ReadTask) -> ReadFrames:
+        """Read in a worker process. What goes wrong with the process is a failure of the file."""
+        try:
+            return super().call(argument)
+        except WorkerError as error:
+            raise VideoError(argument.path, str(error)) from error
 
 
 def _brings(known: ReadTask, task: ReadTask) -> bool:
@@ -156,23 +115,3 @@ def _brings(known: ReadTask, task: ReadTask) -> bool:
     if isinstance(known.wanted, int) or isinstance(task.wanted, int):
         return known == task  # which frames an overview has is not known yet
     return known.rules == task.rules and set(task.wanted) <= set(known.wanted)
-
-
-def _of_file(path: str, call: Future[ReadFrames]) -> Future[ReadFrames]:
-    """Return a future with the result of a worker's call. Its failures are those of the file."""
-    future: Future[ReadFrames] = Future()
-    call.add_done_callback(functools.partial(_pass_on, path, future))
-    return future
-
-
-def _pass_on(path: str, future: Future[ReadFrames], done: Future[ReadFrames]) -> None:
-    if done.cancelled():
-        cancel(future)
-        return
-    error = done.exception()
-    if error is None:
-        future.set_result(done.result())
-    else:
-        future.set_exception(
-            VideoError(path, str(error)) if isinstance(error, WorkerError) else error
-        )

@@ -3,10 +3,9 @@
 A call that hangs or crashes its process fails with a `WorkerError`, and a new process takes over.
 Other calls are not affected. If the parent process ends, a worker ends after its current call.
 
-One thread of the parent serves each process:
+Each call is made by a thread of the parent, which takes an idle process, or starts one:
 
-    submit -> priority queue -> thread 0 <-> pipe <-> process 0
-                            \\-> thread 1 <-> pipe <-> process 1
+    submit -> thread <-> pipe <-> process
 
 The processes are started as `python -m paravt_jax.data.workers`, because forks can hang: they copy
 open video readers, and the locks of the accelerator runtime without its threads.
@@ -14,19 +13,15 @@ open video readers, and the locks of the accelerator runtime without its threads
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
 import os
 import pickle
-import queue
 import resource
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Generic, TypeVar
 
@@ -70,113 +65,68 @@ class Workers(Generic[_Argument, _Result]):
         self._setup = pickle.dumps((function, memory))
         self._deadline = deadline
         self._memory = memory
-        # Priority, number, and the call; None tells a thread to finish. The number keeps the order
-        # among equal priorities. It is unique, so that calls themselves are never compared.
-        self._calls: queue.PriorityQueue[
-            tuple[float, int, tuple[_Argument, Future[_Result]] | None]
-        ] = queue.PriorityQueue()
-        self._numbers = itertools.count()
-        # Guards the two fields below: no call may join, and no process start, after `close`.
+        self._threads = ThreadPoolExecutor(count)
+        # Guards the fields below: no process may start after `close`.
         self._lock = threading.Lock()
         self._closed = False
         self._processes: set[_Process] = set()
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
+        self._idle: list[_Process] = []
 
-    def submit(self, argument: _Argument, priority: int = 0) -> Future[_Result]:
-        """Call the function on `argument` as soon as a process is free.
-
-        Args:
-            argument: The argument.
-            priority: Waiting calls with a smaller number are made first, equal ones in order.
+    def submit(self, argument: _Argument) -> Future[_Result]:
+        """Call the function on `argument` as soon as a process is free, in the order of calls.
 
         Returns:
             A future of the result. It fails with the exception that the function raised, or with a
-            `WorkerError`. It can be cancelled until the call begins.
+            `WorkerError`.
         """
-        future: Future[_Result] = Future()
+        return self._threads.submit(self.call, argument)
+
+    def call(self, argument: _Argument) -> _Result:
+        """Call the function on `argument` in an idle process, and wait for the result."""
+        process = self._take()
+        try:
+            failed, value = process.call(pickle.dumps(argument), self._deadline)
+        # Broad because classes may raise anything when they are pickled, and when they are read.
+        except Exception as error:
+            # The process may be dead or in the middle of a message. The next call gets another.
+            with self._lock:
+                self._processes.remove(process)
+            process.stop()
+            if isinstance(error, WorkerError):
+                raise
+            raise WorkerError(f"the call cannot be made ({error!r})") from error
+        self._idle.append(process)
+        if isinstance(value, MemoryError):
+            raise WorkerError(f"it needs more than {self._memory / 2**30:g} GiB of memory")
+        if failed:
+            raise value
+        return value
+
+    def _take(self) -> _Process:
         with self._lock:
             if self._closed:
-                raise ValueError("workers: closed; open new ones")
-            self._calls.put((priority, next(self._numbers), (argument, future)))
-        return future
+                raise WorkerError("the workers were closed")
+            if self._idle:
+                return self._idle.pop()
+            process = _Process(self._setup)
+            self._processes.add(process)
+            return process
 
     def close(self) -> None:
-        """Stop at once: waiting calls are cancelled, running ones fail with a `WorkerError`."""
+        """Stop at once: waiting and running calls fail with a `WorkerError`."""
         with self._lock:
             self._closed = True
-        with contextlib.suppress(queue.Empty):
-            while True:
-                _, _, call = self._calls.get_nowait()
-                if call is not None:
-                    _, future = call
-                    cancel(future)
-        # One None per thread tells it to finish. The kill unblocks threads that wait for a result:
-        # they read the end of the pipe.
-        for _ in self._threads:
-            self._calls.put((math.inf, next(self._numbers), None))
-        for process in self._processes.copy():
-            process.kill()
-        for thread in self._threads:
-            thread.join()
+            for process in self._processes:
+                process.kill()
+        self._threads.shutdown()
+        for process in self._processes:
+            process.stop()
 
-    def __enter__(self) -> Workers[_Argument, _Result]:
+    def __enter__(self):
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _serve(self) -> None:
-        """Make calls in one process, one after another, until `close`."""
-        process: _Process | None = None
-        while (call := self._calls.get()[2]) is not None:
-            argument, future = call
-            value: Any
-            # False if the caller has cancelled this call.
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                process = process or self._start()
-                failed, value = process.call(pickle.dumps(argument), self._deadline)
-            # Broad because an exception that escapes would end this thread, and callers would wait
-            # for ever for this future and for all that are still in the queue. Classes may raise
-            # anything when they are pickled.
-            except Exception as error:
-                # The process may be dead or in the middle of a message. The next call gets another.
-                self._stop(process)
-                process = None
-                if not isinstance(error, WorkerError):
-                    error = WorkerError(f"the call cannot be made ({error!r})")
-                failed, value = True, error
-            if isinstance(value, MemoryError):
-                limit = self._memory / 2**30
-                failed, value = True, WorkerError(f"it needs more than {limit:g} GiB of memory")
-            if failed:
-                future.set_exception(value)
-            else:
-                future.set_result(value)
-        self._stop(process)
-
-    def _start(self) -> _Process:
-        with self._lock:
-            if self._closed:
-                raise WorkerError("the workers were closed")
-            process = _Process(self._setup)
-            self._processes.add(process)
-        return process
-
-    def _stop(self, process: _Process | None) -> None:
-        if process is not None:
-            self._processes.remove(process)
-            process.release()
-
-
-def cancel(future: Future[Any]) -> None:
-    """Cancel a future that no thread will run, and wake all threads that wait for it."""
-    future.cancel()
-    # `concurrent.futures.wait` and `as_completed` learn of it only here.
-    future.set_running_or_notify_cancel()
 
 
 class _Process:
@@ -225,7 +175,7 @@ class _Process:
         """Kill the process. Another thread that waits for its result then reads the pipe's end."""
         self._process.kill()
 
-    def release(self) -> None:
+    def stop(self) -> None:
         """Kill the process and close the pipe. Only the thread that uses it may do this."""
         self._process.kill()
         self._process.wait()
@@ -259,21 +209,12 @@ def _work(pipe: Connection) -> None:
         try:
             answer = pickle.dumps((False, function(argument)))
         except Exception as error:
-            answer = _pickled_error(error)
+            # If it cannot be pickled, this process ends, and the call fails with that.
+            answer = pickle.dumps((True, error))
         try:
             pipe.send_bytes(answer)
         except (BrokenPipeError, ConnectionResetError):
             return
-
-
-def _pickled_error(error: Exception) -> bytes:
-    """Pickle an exception; only its text if it cannot be read again."""
-    try:
-        answer = pickle.dumps((True, error))
-        pickle.loads(answer)
-    except Exception:
-        answer = pickle.dumps((True, RuntimeError(f"{type(error).__name__}: {error}")))
-    return answer
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pathlib
 import shutil
 import time
 from concurrent.futures import wait
@@ -159,40 +157,6 @@ def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path, late_r
     assert late == [True, True, True, False, False]
 
 
-def read_slowly(task: ReadTask, decoder: str) -> ReadFrames:
-    """Notes the file in a list beside it."""
-    with (pathlib.Path(task.path).parent / "order").open("a") as order:
-        order.write(pathlib.Path(task.path).stem)
-    time.sleep(0.3)
-    return video.carry_out(task, video.probe, video.read)
-
-
-@pytest.fixture
-def clips(clip, tmp_path, monkeypatch):
-    """Six videos that are read slowly: a.mp4 to f.mp4."""
-    monkeypatch.setattr(video, "fetch", read_slowly)
-    return [shutil.copyfile(clip, tmp_path / f"{name}.mp4") for name in "abcdef"]
-
-
-def test_awaited_requests_are_read_before_those_of_ahead(clips, tmp_path):
-    with FrameReader(ReaderSettings(workers=1)) as reader:
-        for path in clips[:5]:
-            reader.ahead(path, 4)
-
-        def request(name, wanted):
-            path = str(tmp_path / f"{name}.mp4")
-            return reader.request(ReadTask(path, wanted, reader.settings.rules))
-
-        # "d" is asked for twice: first for its length.
-        futures = [request("f", (0,)), request("d", ()), request("c", 4), request("d", 4)]
-        for future in futures:
-            future.result(60)
-        for name in "abe":
-            request(name, 4).result(60)
-    order = (tmp_path / "order").read_text()
-    assert order in ("afdcbe", "fdcabe"), "the worker may have begun the first one at once"
-
-
 def test_closing_ends_all_requests_for_those_who_wait_for_them(clip):
     reader = FrameReader(ReaderSettings(workers=1))
     tasks = [ReadTask(str(clip), (n,), reader.settings.rules) for n in range(20)]
@@ -201,10 +165,5 @@ def test_closing_ends_all_requests_for_those_who_wait_for_them(clip):
     reader.close()
     # `FrameFeatures` waits like this, maybe in another thread.
     assert not wait(futures, 0).not_done
-    assert futures[-1].cancelled()
-
-
-@pytest.mark.parametrize("field", ["workers", "ready", "deadline"])
-def test_impossible_settings_are_refused(field):
-    with pytest.raises(ValueError, match=f"reader.{field}: 0"):
-        dataclasses.replace(ReaderSettings(), **{field: 0})
+    with pytest.raises(VideoError, match="closed"):
+        futures[-1].result()

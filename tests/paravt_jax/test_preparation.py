@@ -242,9 +242,9 @@ def test_an_interrupted_preparation_resumes(folder, prepared, files, tmp_path, m
 
     read = []
 
-    def submit(pool: Workers, task: Example, priority: int = 0):
+    def submit(pool: Workers, task: Example):
         read.append(task.id)
-        return original(pool, task, priority)
+        return original(pool, task)
 
     original = Workers.submit
     monkeypatch.setattr(Workers, "submit", submit)

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from paravt_jax.data import video
-from paravt_jax.data.frame_reader import ReaderSettings
 from paravt_jax.data.frames import VideoError, VideoInfo, join, overview_indices, window_indices
 from paravt_jax.world import videos as world
 
@@ -81,8 +80,6 @@ def test_a_decoder_that_is_not_installed_is_refused(small_world, monkeypatch):
     monkeypatch.setattr(video, "decord", None)
     with pytest.raises(ValueError, match="decoder: decord.*pip install"):
         video.read(small_world.folder / small_world.videos[0].path, [0], decoder="decord")
-    with pytest.raises(ValueError, match="reader.decoder: decord"):
-        ReaderSettings(decoder="decord")
 
 
 @pytest.mark.parametrize("wanted", [[64], [-1], []])

@@ -8,9 +8,8 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 
 import pytest
 
@@ -32,10 +31,10 @@ def test_an_exception_of_the_function_is_raised_by_its_call_only():
 
 
 def test_a_call_beyond_its_deadline_fails_alone():
-    with Workers(time.sleep, 1, deadline=2) as workers:
+    with Workers(time.sleep, 1, deadline=0.5) as workers:
         futures = [workers.submit(seconds) for seconds in (0, 300, 0)]
         assert futures[0].result() is None
-        with pytest.raises(WorkerError, match="2 s"):
+        with pytest.raises(WorkerError, match="0.5 s"):
             futures[1].result(60)
         assert futures[2].result(60) is None
 
@@ -43,10 +42,11 @@ def test_a_call_beyond_its_deadline_fails_alone():
 def test_a_call_whose_process_dies_fails_alone():
     abort = "__import__('os').abort()"
     exit = "__import__('os')._exit(3)"
+    unsendable = "(_ for _ in ()).throw(type('Local', (Exception,), {}))"
     with Workers(eval, 2, deadline=30) as workers:
-        futures = [workers.submit(text) for text in ("1 + 1", abort, "2 + 2", exit, "3 + 3")]
-        assert [futures[n].result(60) for n in (0, 2, 4)] == [2, 4, 6]
-        for n in (1, 3):
+        futures = [workers.submit(text) for text in ("1 + 1", abort, "2 + 2", exit, unsendable)]
+        assert [futures[n].result(60) for n in (0, 2)] == [2, 4]
+        for n in (1, 3, 4):
             with pytest.raises(WorkerError, match="died"):
                 futures[n].result(60)
 
@@ -73,58 +73,17 @@ def test_workers_leave_signals_to_their_parent(number):
         assert workers.submit("__import__('os').getpid()").result(60) == process_id
 
 
-def test_closing_ends_running_calls_and_cancels_waiting_ones():
+def test_closing_ends_running_calls_and_waiting_ones():
     workers = Workers(time.sleep, 1, deadline=300)
     running, waiting = workers.submit(300), workers.submit(0)
-    while not running.running():
-        time.sleep(0.01)
     start = time.monotonic()
     workers.close()
     assert time.monotonic() - start < 60
-    assert waiting.cancelled()
-    assert wait([waiting], 0).done, "a thread that waits for it would not wake"
-    assert isinstance(running.exception(0), WorkerError)
-    with pytest.raises(ValueError, match="closed"):
+    assert not wait([running, waiting], 0).not_done
+    for call in (running, waiting):
+        assert isinstance(call.exception(0), WorkerError)
+    with pytest.raises(RuntimeError, match="after shutdown"):
         workers.submit(0)
-
-
-def test_every_call_that_is_submitted_while_another_thread_closes_ends():
-    calls: list[Future[int]] = []
-    workers = Workers(abs, 1, deadline=60)
-
-    def submit() -> None:
-        with pytest.raises(ValueError, match="closed"):
-            while True:
-                calls.append(workers.submit(0))
-
-    thread = threading.Thread(target=submit)
-    thread.start()
-    while not calls:
-        time.sleep(0.001)
-    workers.close()
-    thread.join(60)
-    assert not wait(calls, 60).not_done
-
-
-def test_waiting_calls_are_made_by_priority_and_then_in_order():
-    ended: list[int] = []
-
-    def submit(workers, number, priority):
-        future = workers.submit(number, priority)
-        future.add_done_callback(lambda _: ended.append(number))
-        return future
-
-    with Workers(abs, 1, deadline=30) as workers:
-        # The process starts with the first call, which takes longer than the submissions.
-        first = workers.submit(0)
-        while not first.running():
-            time.sleep(0.001)
-        priorities = [1, 2, 0, 1, 0, 2]
-        futures = [submit(workers, n, priority) for n, priority in enumerate(priorities)]
-        assert futures[3].cancel()
-        for n in (0, 1, 2, 4, 5):
-            futures[n].result(60)
-    assert ended == [3, 2, 4, 0, 1, 5], "the cancelled one ends first"
 
 
 PARENT = """
