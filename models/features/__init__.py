@@ -146,7 +146,7 @@ class FrameFeatures:
         self.config = config
         self.settings = settings
         self.cache = FeatureCache(settings.cache_mib * 2**20)
-        self.files = VideoFiles(root, source, settings, config.vision, self.cache)
+        self.files = VideoFiles(root, source, settings, config.vision)
         self.root = root
         self.unreadable = self.files.unreadable
         self.trained = trained

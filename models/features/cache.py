@@ -68,11 +68,6 @@ class FeatureCache:
     def __len__(self) -> int:
         return len(self._stored)
 
-    @property
-    def videos(self) -> set[str]:
-        """The videos of all frames that are stored."""
-        return {key.video for key in self._stored}
-
     def find(self, keys: Iterable[FrameKey]) -> dict[FrameKey, np.ndarray]:
         """Return the features of those keys that are known. Pending ones are waited for.
 

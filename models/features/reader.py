@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from models.config import VisionConfig
-from models.features.cache import FeatureCache, Grid
+from models.features.cache import Grid
 from paravt_jax.checks import require_at_least, require_choices
 from paravt_jax.data.frames import (
     FrameSource,
@@ -118,7 +118,6 @@ class VideoFiles:
         source: Reads the videos.
         settings: How frames are resized, and which videos are read whole.
         vision: Sizes of patches and visual tokens.
-        cache: Videos of the frames in it stay known if their file is gone.
 
     Attributes:
         unreadable: Videos that could not be read, with the reason.
@@ -131,7 +130,6 @@ class VideoFiles:
         source: FrameSource,
         settings: FrameSettings,
         vision: VisionConfig,
-        cache: FeatureCache,
     ):
         self.root = root
         self.source = source
@@ -139,8 +137,6 @@ class VideoFiles:
         self.unreadable: dict[str, str] = {}
         self.waited = 0.0
         self._vision = vision
-        self._cache = cache
-        self._stamps: dict[str, Stamp] = {}
         # The least recently used first.
         self._infos: OrderedDict[str, tuple[Stamp | None, VideoInfo]] = OrderedDict()
         # Reads that somebody waits for.
@@ -162,19 +158,18 @@ class VideoFiles:
     def stamp(self, name: str) -> Stamp | None:
         """Return size and modification time of a file, which identify its content.
 
-        For a file that is gone these are the last known ones, so that its cached frames stay
-        usable. None for a file that never existed, or that is behind an address.
+        None for a file that does not exist, or that is behind an address.
         """
         # ValueError: the name contains a NUL.
         with contextlib.suppress(OSError, ValueError):
             stat = os.stat(join(self.root, name))
-            self._stamps[name] = (stat.st_size, stat.st_mtime_ns)
-        return self._stamps.get(name)
+            return stat.st_size, stat.st_mtime_ns
+        return None
 
     def forget(self, name: str) -> None:
         """Forget everything known about a video."""
-        for known in (self._infos, self._stamps, self.unreadable):
-            known.pop(name, None)
+        self._infos.pop(name, None)
+        self.unreadable.pop(name, None)
 
     @contextlib.contextmanager
     def noting(self, name: str) -> Iterator[None]:
@@ -279,11 +274,8 @@ class VideoFiles:
         result = read.future.result()
         self._infos[read.video] = (read.stamp, result.info)
         self._infos.move_to_end(read.video)
-        if old := [*self._infos][:-_MAX_INFOS]:
-            # Videos with frames in the cache keep their info. It is still needed, and if the file
-            # is gone it cannot be read again.
-            for name in set(old) - self._cache.videos:
-                del self._infos[name]
+        if len(self._infos) > _MAX_INFOS:
+            self._infos.popitem(last=False)
         return result
 
     def pixels(self, frames: Sequence[Frame], read: FileRead) -> UInt8[np.ndarray, "m h w 3"]:

@@ -13,6 +13,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import fsspec
 import fsspec.core
@@ -69,9 +70,14 @@ def fetch_files(
     system, top = open_bucket(address)
     with _named_errors(f"{address}: cannot be listed", "check the path and the credentials"):
         system.invalidate_cache()
-        paths = [os.path.relpath(path, top.rstrip("/")) for path in sorted(system.find(top))]
-    listed = [name for name in paths if depth is None or name.count("/") <= depth]
-    names = [n for n in listed if any(fnmatch.fnmatch(n.lower(), pattern) for pattern in patterns)]
+        found: Any = system.find(top, detail=True)
+    listed = {os.path.relpath(path, top.rstrip("/")): info for path, info in found.items()}
+    names = [
+        name
+        for name in sorted(listed)
+        if (depth is None or name.count("/") <= depth)
+        and any(fnmatch.fnmatch(name.lower(), pattern) for pattern in patterns)
+    ]
     if not names:
         raise FileNotFoundError(
             f"{address}: no {' or '.join(patterns)} among its {len(listed)} files; check the path"
@@ -79,26 +85,23 @@ def fetch_files(
     for name in names:
         remedy = "check the credentials and the network, and repeat the command"
         with _named_errors(f"{address}: {name} cannot be read", remedy):
-            _fetch(f"{address.rstrip('/')}/{name}", inside(folder, name))
+            _fetch(system, listed[name], inside(folder, name))
     return names
 
 
-def _fetch(address: str, target: pathlib.Path) -> None:
+def _fetch(system: fsspec.AbstractFileSystem, info: dict[str, Any], target: pathlib.Path) -> None:
     """Copy a file unless this version is here. It gets its name when it is complete."""
-    system, path = open_bucket(address)
-    # A listing may be old, and may have other fields than the answer about one file.
-    system.invalidate_cache()
-    version = f"{system.info(path)['size']} bytes, {system.ukey(path)}"
+    # The bucket's entry has the time of the last change or a checksum.
+    version = str(info)
     noted = target.with_name(f".{target.name}.version")
-    here = f"{target.stat().st_size} bytes, " if target.is_file() else None
-    if here and version.startswith(here) and noted.is_file() and noted.read_text() == version:
+    if target.is_file() and noted.is_file() and noted.read_text() == version:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     # An old file must not pass for the new version.
     target.unlink(missing_ok=True)
     unfinished = target.with_name(f".{target.name[:100]}.partial")
-    system.get_file(path, str(unfinished))
-    if not version.startswith(f"{unfinished.stat().st_size} bytes, "):
+    system.get_file(info["name"], str(unfinished))
+    if unfinished.stat().st_size != info["size"]:
         raise ConnectionError("it was cut off, or it changed while it was fetched")
     write_atomically(noted, version)
     os.replace(unfinished, target)

@@ -133,42 +133,36 @@ class Pipeline(Generic[_Record, _Begun, _Batch]):
         begin: Callable[[_Record], _Begun],
         finish: Callable[[_Begun], _Batch],
     ):
+        # An error takes the place of its batch.
         self._begun = Ahead(source, begin=lambda record: _attempt(lambda: begin(record)))
-        self._finish = finish
-        # A batch and the state before it. An error takes the place of its batch.
-        self._ready: tuple[dict[str, Any], Future[_Batch]] | None = None
+        self._finished = Ahead(
+            self._begun, begin=lambda begun: _attempt(lambda: finish(begun.result()))
+        )
 
     def __iter__(self) -> Iterator[_Batch]:
         return self
 
     def __next__(self) -> _Batch:
         """Return the next batch, or raise the error of its preparation."""
-        self.prepare(1)
-        assert self._ready is not None
-        _, batch = self._ready
-        self._ready = None
-        return batch.result()
+        return next(self._finished).result()
 
     def prepare(self, left: int) -> None:
         """Finish the next batch and begin the one after it, unless that was done.
 
         No more than `left` batches, those that are still needed, are prepared.
         """
-        if left > 0 and self._ready is None:
-            state = self._begun.get_state()
-            begun = next(self._begun)
-            self._ready = state, _attempt(lambda: self._finish(begun.result()))
+        if left > 0:
+            self._finished.peek(1)
         if left > 1:
             self._begun.peek(1)
 
     def get_state(self) -> dict[str, Any]:
         """Return the state from which `set_state` resumes with the batch that comes next."""
-        return self._begun.get_state() if self._ready is None else self._ready[0]
+        return self._finished.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Resume at `state`. Batches that were prepared ahead are dropped."""
-        self._ready = None
-        self._begun.set_state(state)
+        self._finished.set_state(state)
 
 
 def _attempt(make: Callable[[], _Batch]) -> Future[_Batch]:

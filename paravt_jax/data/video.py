@@ -85,8 +85,8 @@ def read(
         indices: Frame numbers in any order; a number may occur several times.
         rules: How each frame is resized as soon as it is decoded, so that many large frames take
             little memory; None: not at all.
-        decoder: Library that decodes. decord only gets files that it reads exactly, and PyAV the
-            others.
+        decoder: Library that decodes. decord reads a file from its start, which takes long in
+            films. It only gets files that it reads exactly, and PyAV the others.
 
     Returns:
         The RGB pixels of the frames, in the order of `indices`.
@@ -103,7 +103,7 @@ def read(
     if is_picture(path):
         if wanted.any():
             raise IndexError(f"{path}: frame {wanted.max()} requested; a picture has only frame 0")
-        return np.repeat(_shown(path, _picture(path), rules)[None], len(wanted), axis=0)
+        return np.repeat(_picture(path, rules)[None], len(wanted), axis=0)
 
     ascending, positions = np.unique(wanted, return_inverse=True)
     numbers = ascending.tolist()
@@ -154,32 +154,21 @@ def on_white(image: Image.Image) -> UInt8[np.ndarray, "h w 3"]:
     return np.asarray(image.convert("RGB"))
 
 
-def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:
+def _picture(
+    path: str | os.PathLike, rules: PixelRules | None = None
+) -> UInt8[np.ndarray, "h w 3"]:
     """Read a picture, rotated as its EXIF data says."""
     with media_files.open_picture(path) as picture:
-        return on_white(ImageOps.exif_transpose(picture))
-
-
-def _shown(
-    path: str | os.PathLike,
-    frame: UInt8[np.ndarray, "h w 3"],
-    rules: PixelRules | None,
-) -> UInt8[np.ndarray, "y x 3"]:
-    try:
-        return shown(frame, rules)
-    except ValueError as error:
-        # The longer side is over 200 times the shorter one.
-        raise VideoError(path, str(error)) from error
+        return shown(on_white(ImageOps.exif_transpose(picture)), rules)
 
 
 def _pixels(
-    path: str | os.PathLike, frame: av.VideoFrame, index: VideoIndex, rules: PixelRules | None
+    frame: av.VideoFrame, index: VideoIndex, rules: PixelRules | None
 ) -> UInt8[np.ndarray, "y x 3"]:
     """Return the pixels of a frame, upright. They are resized now: large ones fill the memory."""
     pixels = np.rot90(frame.to_ndarray(format="rgb24", threads=1), index.quarter_turns)
-    width, height = index.size
     # The picture of a call may change its size with the network's speed.
-    return _shown(path, resize(np.ascontiguousarray(pixels), (height, width)), rules)
+    return shown(resize(np.ascontiguousarray(pixels), (index.height, index.width)), rules)
 
 
 def _read_from_keyframes(
@@ -218,7 +207,7 @@ def _read_from_keyframes(
                 return None
             if frame is None:
                 return None
-            pixels.append(_pixels(path, frame, index, rules))
+            pixels.append(_pixels(frame, index, rules))
             reached = n
     return np.stack(pixels)
 
@@ -272,7 +261,7 @@ def _read_from_start(
                 )
             last = n
             if n in wanted:
-                pixels.append(_pixels(path, frame, index, rules))
+                pixels.append(_pixels(frame, index, rules))
             if len(pixels) == len(numbers):
                 return np.stack(pixels)
     raise VideoError(path, f"frame {numbers[len(pixels)]} of {index.frames} cannot be decoded")
@@ -282,20 +271,20 @@ def _read_decord(
     path: str | os.PathLike, numbers: list[int], index: VideoIndex, rules: PixelRules | None
 ) -> UInt8[np.ndarray, "m height width 3"] | None:
     """Decode with decord, or return None if it is not exact or disagrees with the index."""
-    if decord is None or not index.exact_in_decord:
+    if decord is None or not index.for_decord:
         return None
     try:
         reader = decord.VideoReader(str(path), ctx=decord.cpu(0), num_threads=1)
         # If the counts differ, frame numbers mean different frames.
         if len(reader) != index.frames:
             return None
+        wanted = set(numbers)
         pixels = []
-        # Forwards: each step back costs decord a seek and a decoded GOP.
-        for n in numbers:
-            frame = reader.get_batch([n]).asnumpy()[0]
-            if frame.shape[1::-1] != index.size:
-                return None
-            pixels.append(_shown(path, frame, rules))
+        # Neither seeks nor skips: they give wrong frames where frames refer across keyframes.
+        for n in range(numbers[-1] + 1):
+            frame = reader.next()
+            if n in wanted:
+                pixels.append(shown(frame.asnumpy(), rules))
         return np.stack(pixels)
     # Broad because PyAV then tells what is wrong with the file.
     except Exception:

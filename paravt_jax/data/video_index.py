@@ -13,11 +13,10 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import os
 import pathlib
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import av
@@ -35,13 +34,12 @@ _Stamps = Int64[np.ndarray, " frames"]
 _Keys = Int64[np.ndarray, " keys"]
 
 # Part of every name in the store. Change it whenever an index has other contents for the same file.
-_VERSION = "5"
+_VERSION = "6"
 # Upper bound on indexes in memory, per process. A clip of a minute takes 24 KiB, a film 2 MiB.
 _MOST_IN_MEMORY = 256
-# decord 0.6.0 reads these exactly. In other containers it returns wrong frames after a seek, and
-# for other pixel formats slightly different colours.
-_EXACT_CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
-_EXACT_CODECS = {"h264", "vp9", "libvpx-vp9"}
+# Their headers tell truncated files. decord 0.6.0 has no exact timestamps in others.
+_HEADED = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
+# In others, decord has slightly different colours.
 _EXACT_PIXELS = {"yuv420p"}
 # Packets in these containers, and B-frames in AVI, lack reliable timestamps. All frames are decoded
 # to list them.
@@ -61,19 +59,20 @@ class VideoIndex:
             identify frames, which are counted from the start of the file instead.
         time_base: Seconds per unit of the timestamps.
         last_duration: Duration of the last frame, in the time base.
-        size: Width and height at which all frames are shown, in pixels: those of the first one.
-            Frames of other sizes are scaled to it.
+        width, height: Size at which all frames are shown, in pixels: that of the first one. Frames
+            of other sizes are scaled to it.
         quarter_turns: Quarter turns, counter-clockwise, from the stored frames to the shown ones.
-        exact_in_decord: Whether decord returns the same frames.
+        for_decord: Whether decord, which reads from the start, returns the same frames.
     """
 
     stamps: Int64[np.ndarray, " frames"]
     keys: Int64[np.ndarray, " keys"]
     time_base: float
     last_duration: int
-    size: tuple[int, int]
-    quarter_turns: int = 0
-    exact_in_decord: bool = False
+    width: int
+    height: int
+    quarter_turns: int
+    for_decord: bool
 
     @property
     def frames(self) -> int:
@@ -88,8 +87,8 @@ class VideoIndex:
             frames=self.frames,
             duration=float(times[-1] + self.last_duration * self.time_base),
             times=times,
-            width=self.size[0],
-            height=self.size[1],
+            width=self.width,
+            height=self.height,
         )
 
     def key_before(self, n: int) -> int:
@@ -126,32 +125,18 @@ def _index_of(path: str, digest: str) -> VideoIndex:
     file = folder() / f"{digest}.npz"
     # A damaged index is built again: the zip inside has checksums. Broad because damage raises
     # errors of every kind in the libraries.
-    with contextlib.suppress(Exception):
-        return _load(file)
+    with contextlib.suppress(Exception), np.load(file, allow_pickle=False) as stored:
+        fields = {name: array if array.ndim else array.item() for name, array in stored.items()}
+        return VideoIndex(**fields)
     index = _build(path)
-    unfinished = file.with_name(f"{uuid.uuid4().hex}.npz")
     # A read-only or full disk costs time, but no result.
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            np.savez_compressed(unfinished, **dataclasses.asdict(index))
-            os.replace(unfinished, file)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as unfinished:
+            whole = pathlib.Path(unfinished, file.name)
+            np.savez_compressed(whole, **dataclasses.asdict(index))
+            os.replace(whole, file)
     return index
-
-
-def _load(file: pathlib.Path) -> VideoIndex:
-    with np.load(file, allow_pickle=False) as stored:
-        return VideoIndex(
-            stamps=stored["stamps"],
-            keys=stored["keys"],
-            time_base=float(stored["time_base"]),
-            last_duration=int(stored["last_duration"]),
-            size=(int(stored["size"][0]), int(stored["size"][1])),
-            quarter_turns=int(stored["quarter_turns"]),
-            exact_in_decord=bool(stored["exact_in_decord"]),
-        )
 
 
 # --- building ---
@@ -212,15 +197,12 @@ class _Packet(NamedTuple):
         duration: How long it is shown; 0 if that is not known.
         is_key: Whether decoding can begin here.
         is_shown: False if an edit list cuts the frame off.
-        is_closed: False for a keyframe after which frames may refer to frames before it. decord
-            decodes those wrongly after a seek.
     """
 
     stamp: int | None
     duration: int
     is_key: bool
     is_shown: bool
-    is_closed: bool
 
 
 def _build(path: str) -> VideoIndex:
@@ -229,81 +211,73 @@ def _build(path: str) -> VideoIndex:
     Raises:
         VideoError: The file has no frames, or is truncated.
     """
-    packets, is_timed = _scan(path)
+    packets: list[_Packet] = []
+    first: av.VideoFrame | None = None
+    end = 0.0
     with media_files.open_video(path) as container:
         stream = video_stream(path, container)
-        decoded = decode(container, stream)
-        first = next(decoded, None)
+        for packet in container.demux():
+            is_own = packet.stream.index == stream.index
+            if is_own and first is None:
+                with contextlib.suppress(av.error.InvalidDataError):
+                    first = next(iter(stream.decode(packet)), None)
+            # PyAV ends with an empty packet per stream, which only flushes the decoder.
+            if not packet.size:
+                continue
+            duration = packet.duration or 0
+            if is_own:
+                shown = not packet.is_discard
+                packets.append(_Packet(packet.pts, duration, packet.is_keyframe, shown))
+            if packet.pts is not None and packet.time_base is not None:
+                end = max(end, float((packet.pts + duration) * packet.time_base))
+        _require_whole(path, container, stream, len(packets), end)
         if first is None or stream.time_base is None:
             raise VideoError(path, f"none of its frames can be decoded; convert it ({_CONVERT})")
-        time_base = float(stream.time_base)
-        keys = np.zeros(0, np.int64)
-        if is_timed:
-            stamps, durations, keys = _of_packets(packets)
-        else:
-            rate = float(stream.average_rate or stream.guessed_rate or 25)
-            frames = itertools.chain([first], decoded)
-            stamps, durations = _of_frames(frames, 1 / (rate * time_base))
-        usual = int(np.median(np.diff(stamps))) if len(stamps) > 1 else round(1 / time_base)
         if first.rotation % 90:
             raise VideoError(
                 path,
                 f"it is to be shown turned by {-first.rotation} degrees, and only quarter turns "
                 "are read; encode it upright (ffmpeg -i OLD NEW.mp4)",
             )
+        time_base = float(stream.time_base)
+        is_timed = _is_timed(container, stream, packets)
+        keys = np.zeros(0, np.int64)
+        if is_timed:
+            stamps, durations, keys = _of_packets(packets)
+        else:
+            rate = float(stream.average_rate or stream.guessed_rate or 25)
+            stamps, durations = _of_frames(path, 1 / (rate * time_base))
+        usual = int(np.median(np.diff(stamps))) if len(stamps) > 1 else round(1 / time_base)
         turns = first.rotation // 90 % 4
-        codec = stream.codec_context
-        is_exact = (
-            container.format.name in _EXACT_CONTAINERS
-            and codec.name in _EXACT_CODECS
-            and codec.pix_fmt in _EXACT_PIXELS
-            and stream == container.streams.best("video")
-            and is_timed
-            and not turns
-            and packets[0].is_key
-            and all(packet.is_closed for packet in packets)
-        )
+        width, height = (first.height, first.width) if turns % 2 else (first.width, first.height)
         return VideoIndex(
             stamps=stamps,
             keys=keys,
             time_base=time_base,
             last_duration=int(durations[-1]) or max(1, usual),
-            size=(first.height, first.width) if turns % 2 else (first.width, first.height),
+            width=width,
+            height=height,
             quarter_turns=turns,
-            exact_in_decord=is_exact,
+            for_decord=(
+                is_timed
+                and not turns
+                and container.format.name in _HEADED
+                and stream.codec_context.pix_fmt in _EXACT_PIXELS
+                and stream == container.streams.best("video")
+            ),
         )
 
 
-def _scan(path: str) -> tuple[list[_Packet], bool]:
-    """Return the packets of the video in a file's order, and whether they identify its frames."""
-    packets: list[_Packet] = []
-    end = 0.0
-    with media_files.open_video(path) as container:
-        stream = video_stream(path, container)
-        for packet in container.demux():
-            # PyAV ends with an empty packet per stream, which only flushes the decoder.
-            if not packet.size:
-                continue
-            duration = packet.duration or 0
-            if packet.stream.index == stream.index:
-                is_key = packet.is_keyframe
-                is_closed = not is_key or _begins_anew(packet)
-                shown = not packet.is_discard
-                packets.append(_Packet(packet.pts, duration, is_key, shown, is_closed))
-            if packet.pts is not None and packet.time_base is not None:
-                end = max(end, float((packet.pts + duration) * packet.time_base))
-        _require_whole(path, container, stream, len(packets), end)
-        stamps = [packet.stamp for packet in packets]
-        lacks_times = container.format.name in _UNTIMED or (
-            container.format.name == "avi" and bool(stream.codec_context.has_b_frames)
-        )
-        is_timed = (
-            not lacks_times
-            and any(packet.is_key for packet in packets)
-            and None not in stamps
-            and len(set(stamps)) == len(stamps)
-        )
-        return packets, is_timed
+def _is_timed(
+    container: InputContainer, stream: av.VideoStream, packets: Sequence[_Packet]
+) -> bool:
+    """Return whether the timestamps of packets identify the frames."""
+    lacks_times = container.format.name in _UNTIMED or (
+        container.format.name == "avi" and bool(stream.codec_context.has_b_frames)
+    )
+    stamps = {packet.stamp for packet in packets}
+    has_key = any(packet.is_key for packet in packets)
+    return not lacks_times and has_key and None not in stamps and len(stamps) == len(packets)
 
 
 def _require_whole(
@@ -312,7 +286,7 @@ def _require_whole(
     """Raise VideoError if there are fewer packets, or an earlier end, than the header says."""
     # FFmpeg opens a truncated file without any error, so only this check finds it.
     # The headers of other containers are often wrong or empty.
-    if container.format.name not in _EXACT_CONTAINERS:
+    if container.format.name not in _HEADED:
         return
     # The header counts samples that an edit list hides; FFmpeg's own table does not.
     expected = min(stream.frames, len(stream.index_entries))
@@ -338,35 +312,17 @@ def _of_packets(packets: Sequence[_Packet]) -> tuple[_Stamps, _Stamps, _Keys]:
     return stamps[is_frame][order], durations[is_frame][order], np.sort(stamps[is_key])
 
 
-def _of_frames(frames: Iterable[av.VideoFrame], usual: float) -> tuple[_Stamps, _Stamps]:
-    """Return the timestamps and durations of decoded frames; `usual` is their distance.
+def _of_frames(path: str, usual: float) -> tuple[_Stamps, _Stamps]:
+    """Decode a file, and return the timestamps and durations of its frames.
 
     The decoder knows the order of frames better than a file whose timestamps contradict it. Then
-    all frames are shown for the same time.
+    all frames are shown for the same time, `usual`.
     """
-    known = [(frame.pts, frame.duration or 0) for frame in frames]
+    with media_files.open_video(path) as container:
+        frames = decode(container, video_stream(path, container))
+        known = [(frame.pts, frame.duration or 0) for frame in frames]
     stamps = [stamp for stamp, _ in known if stamp is not None]
     if len(stamps) == len(known) and (np.diff(stamps) > 0).all():
         return np.array(stamps, np.int64), np.array([duration for _, duration in known], np.int64)
     stamps = np.arange(len(known)) * max(1, round(usual))
     return stamps, np.zeros(len(known), np.int64)
-
-
-def _begins_anew(packet: av.Packet) -> bool:
-    """Return whether a keyframe of H.264 is one after which no frame refers to those before (IDR).
-
-    Keyframes of other codecs count as such.
-    """
-    codec = packet.stream.codec_context
-    head = bytes(codec.extradata or b"")
-    if codec.name != "h264" or head[:1] != b"\x01":
-        return codec.name != "h264"
-    # Units follow one another, each behind its size in as many bytes as the header says.
-    width = (head[4] & 3) + 1
-    data = bytes(packet)
-    position = 0
-    while position + width < len(data):
-        if data[position + width] & 31 == 5:
-            return True
-        position += width + int.from_bytes(data[position : position + width], "big")
-    return False
