@@ -76,14 +76,6 @@ class VisionConfig:
         """Number of DeepStack levels: feature maps that the first text layers get in addition."""
         return len(self.taps)
 
-    @property
-    def position_rate(self) -> float | None:
-        """Positions of the decoder per second of a video, whose slices then follow each other.
-
-        None: times are written between the slices, each of which has one position.
-        """
-        return None
-
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:

@@ -64,6 +64,8 @@ class Family:
     """How it writes a conversation."""
     processor: Mapping[str, str]
     """Names of transformers' classes: processor, image_processor and video_processor."""
+    limited_frames: int
+    """Frames of a video whose pixels its video_processor limits together; 1: each of them."""
 
     def size(self, name: str, vocab_size: int = 1) -> ModelConfig:
         """Return the sizes called `name`; `vocab_size` is that of `tiny`.

@@ -27,10 +27,10 @@ class Inputs(NamedTuple):
     positions: Int32[np.ndarray, "3 t"]
     # number of the token's visual vector, counted over the sample; -1 for text
     visual_index: Int32[np.ndarray, " t"]
-    # patches of all images and videos, in the order of the text
+    # patches of all images, in the order of the text
     patches: Float[np.ndarray, "p c"]
-    # (time, height, width) of each image and video, in patches
-    grids: list[tuple[int, int, int]]
+    # (height, width) of each image, in patches
+    grids: list[tuple[int, int]]
 
 
 class VisionLanguageModel(nnx.Module):

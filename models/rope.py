@@ -7,11 +7,8 @@ positions follow transformers.
 
 from __future__ import annotations
 
-import functools
-import math
-import operator
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +21,8 @@ Cells = TypeVar("Cells", Array, np.ndarray)
 
 def mrope_positions(
     ids: Int[np.ndarray, " t"],
-    grids: Sequence[tuple[int, ...]],
+    grids: Sequence[tuple[int, int]],
     config: ModelConfig,
-    slice_seconds: Sequence[float] = (),
 ) -> Int[np.ndarray, "3 t"]:
     """Return the positions (time, height, width) of a sequence's tokens, equal to `get_rope_index`.
 
@@ -37,45 +33,37 @@ def mrope_positions(
         height   0  1  2  2  2  3  3  3  5
         width    0  1  2  3  4  2  3  4  5
 
-    Text counts up on all three axes. Every temporal slice of an image or video keeps one time and
-    spans its grid. The token after an image takes the largest position plus one.
-
-    The slices of a video are images of their own, unless the family counts time in seconds
-    (`VisionConfig.position_rate`). They then follow each other, and their times rise at that rate.
-    The token after such a video comes after its largest row or column, as in transformers 5; older
-    versions counted its times, too.
+    Text counts up on all three axes. An image keeps one time and spans its grid. The token after
+    it takes the largest position plus one. The frames of a video are images of their own.
 
     Args:
         ids: token ids, with image and video placeholders.
-        grids: what the placeholders stand for, in patches and in order: (height, width) of an
-            image, or (time, height, width) of an image or a video.
+        grids: height and width of the images that the placeholders stand for, in patches and in
+            order.
         config: token ids of the placeholders, and the merge size.
-        slice_seconds: seconds from slice to slice of each grid, for families that count them;
-            empty: 1.
 
     Raises:
         ValueError: placeholders and grids do not match.
     """
     ids = np.asarray(ids)
     merge = config.vision.spatial_merge_size
-    if any(side < merge or side % merge for grid in grids for side in grid[-2:]):
+    if any(side < merge or side % merge for grid in grids for side in grid):
         raise ValueError(
             f"grids = {list(grids)}: height and width are multiples of {merge} patches; "
             "resize frames to the size that smart_resize gives"
         )
-    blocks = _blocks(grids, config.vision.position_rate, slice_seconds or [1.0] * len(grids))
-    tokens = [len(block.times) * block.height * block.width // merge**2 for block in blocks]
+    tokens = [height * width // merge**2 for height, width in grids]
     placeholders = np.flatnonzero((ids == config.image_token_id) | (ids == config.video_token_id))
     if len(placeholders) != sum(tokens):
         raise ValueError(
             f"grids = {list(grids)}: stand for {sum(tokens)} visual tokens, the sequence has "
-            f"{len(placeholders)}; give one grid per image or video"
+            f"{len(placeholders)}; give one grid per image"
         )
     positions = np.empty((3, len(ids)), np.int32)
     done = 0  # tokens that have their positions
     used = 0  # placeholders among them
     position = 0
-    for (times, h, w), count in zip(blocks, tokens, strict=True):
+    for (h, w), count in zip(grids, tokens, strict=True):
         first = placeholders[used]
         end = first + count
         if (ids[first:end] != ids[first]).any():
@@ -83,19 +71,12 @@ def mrope_positions(
                 f"grids: the image at token {first} needs {count} consecutive placeholders for "
                 f"grid {(h, w)}; write them together"
             )
-        # The text before the block.
+        # The text before the image.
         positions[:, done:first] = np.arange(position, position + first - done)
         position += first - done
-        rows, columns = np.divmod(np.arange(count // len(times)), w // merge)
-        in_block = np.stack(
-            [
-                np.repeat(times, len(rows)),
-                np.tile(rows, len(times)),
-                np.tile(columns, len(times)),
-            ]
-        )
-        positions[:, first:end] = position + in_block
-        # The next token follows the largest row or column. Times do not count.
+        rows, columns = np.divmod(np.arange(count), w // merge)
+        positions[:, first:end] = position + np.stack([np.zeros_like(rows), rows, columns])
+        # The next token follows the largest row or column.
         position += max(h, w) // merge
         done = end
         used += count
@@ -103,40 +84,14 @@ def mrope_positions(
     return positions
 
 
-class _Block(NamedTuple):
-    """Consecutive placeholders: an image, a slice, or a whole video."""
-
-    times: Int[np.ndarray, " t"]
-    """Time of each slice, from 0."""
-    height: int
-    width: int
-
-
-def _blocks(
-    grids: Sequence[tuple[int, ...]], rate: float | None, seconds: Sequence[float]
-) -> list[_Block]:
-    """Return the blocks of images and videos; see `mrope_positions`."""
-    if rate is None:
-        image = np.zeros(1, int)
-        return [_Block(image, *grid[-2:]) for grid in grids for _ in range(math.prod(grid[:-2]))]
-    # As in transformers, times are float32 until they are rounded down. In float64, the rate of 4
-    # frames of 90 at 30 per second gives 1.4999999999999998 seconds and time 2 where 3 is right.
-    steps = [np.float32(rate) * np.float32(each) for each in seconds]
-    counts = [np.arange(math.prod(grid[:-2]), dtype=np.float32) for grid in grids]
-    return [
-        _Block((count * step).astype(int), *grid[-2:])
-        for grid, count, step in zip(grids, counts, steps, strict=True)
-    ]
-
-
-def visual_index(ids: Cells, *placeholders: int) -> Cells:
+def visual_index(ids: Cells, placeholder: int) -> Cells:
     """Return the visual vector of each token, numbered along the row; -1 where the token is text.
 
     Args:
         ids: token ids, [t] or [b, t].
-        placeholders: ids of the image and video placeholders.
+        placeholder: id of the image placeholder.
     """
-    visual = functools.reduce(operator.or_, [ids == placeholder for placeholder in placeholders])
+    visual = ids == placeholder
     # NumPy's operators are typed as Any.
     return visual.cumsum(-1) * visual - 1  # pyright: ignore[reportReturnType]
 

@@ -56,21 +56,17 @@ def frame_layout(grid: tuple[int, int], config: VisionConfig) -> PatchLayout:
 
 
 def patchify(
-    frames: UInt8[np.ndarray, "t h w 3"],
-    config: VisionConfig,
-    video: bool = False,
+    frames: UInt8[np.ndarray, "t h w 3"], config: VisionConfig
 ) -> Float[np.ndarray, "m p c"]:
     """Cut frames into flattened patches, with the values that a vision tower reads.
 
     Args:
         frames: RGB pixels.
         config: sizes of the tower's patches, and mean and deviation of its pixels.
-        video: whether neighbouring frames share a temporal slice, the last one padded by repeating
-            the last frame. Otherwise every frame is a slice of its own, repeated to fill it.
 
     Returns:
-        Patches [m slices, p patches, c], where c runs over (channel, time, y, x). The patches of a
-        visual token are neighbours.
+        Patches [t frames, p patches, c], where c runs over (channel, time, y, x): a frame is
+        repeated to fill a temporal patch. The patches of a visual token are neighbours.
 
     Raises:
         ValueError: a side is no multiple of the side of a visual token.
@@ -84,28 +80,16 @@ def patchify(
             f"frame size = {h} x {w}: both sides are multiples of {patch * merge}; resize frames "
             "to the size that smart_resize gives"
         )
-    if video:
-        frames = np.concatenate([frames, np.repeat(frames[-1:], -t % temporal, axis=0)])
     mean = np.asarray(config.pixel_mean, np.float32)
     std = np.asarray(config.pixel_std, np.float32)
     values = frames.astype(np.float32) / (255 * std) - mean / std
     # Height splits into (block row, row in the block, y), and width likewise.
-    blocks = values.reshape(
-        -1,
-        temporal if video else 1,
-        h // patch // merge,
-        merge,
-        patch,
-        w // patch // merge,
-        merge,
-        patch,
-        channels,
-    )
-    # -> slice, block row, block column, row, column, channel, time, y, x
-    blocks = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-    blocks = np.repeat(blocks, 1 if video else temporal, axis=6)
-    patches = (h // patch) * (w // patch)
-    return blocks.reshape(len(blocks), patches, channels * temporal * patch * patch)
+    grid = (h // patch // merge, merge, patch, w // patch // merge, merge, patch)
+    blocks = values.reshape(t, *grid, channels)
+    # -> frame, block row, block column, row, column, channel, y, x
+    blocks = blocks.transpose(0, 1, 4, 2, 5, 7, 3, 6)
+    blocks = np.repeat(blocks[:, :, :, :, :, :, None], temporal, axis=6)
+    return blocks.reshape(t, -1, config.patch_dim)
 
 
 class VisionBlock(nnx.Module):

@@ -30,10 +30,6 @@ from paravt_jax.processes import hosts
 from train.model import Parts
 from train.settings import Run
 
-# Largest number of frames per video, as in `models.processor.video_frame_indices`. The
-# `longest_edge` of a video processor bounds the pixels of all frames of a video together.
-_FRAMES = 768
-
 
 def export_run(run: Run, folder: pathlib.Path, parts: Parts, weights: Any) -> None:
     """Write the trained model of a run to `model`, and its adapters to `adapter`, unless it exists.
@@ -114,10 +110,7 @@ def _processor_files(config: ModelConfig, frames: FrameSettings) -> dict[str, st
     names = family.processor
     longest = max(frames.max_pixels, frames.crop_max_pixels)
     image_pixels = {"shortest_edge": frames.min_pixels, "longest_edge": longest}
-    video_pixels = image_pixels
-    if config.vision.position_rate is None:
-        # The limit is for all frames together.
-        video_pixels = {**image_pixels, "longest_edge": _FRAMES * longest}
+    video_pixels = {**image_pixels, "longest_edge": family.limited_frames * longest}
     image = {
         "image_processor_type": names["image_processor"],
         "processor_class": names["processor"],

@@ -12,7 +12,8 @@ class Qwen25VLVisionConfig(VisionConfig):
     """The vision tower, with the field names of Hugging Face.
 
     Layers in `fullatt_block_indexes` see whole frames, all others windows of `window_size` pixels a
-    side. A second of a video counts as `tokens_per_second` positions.
+    side. Only config.json needs `tokens_per_second`, the rate of a video's positions: the frames of
+    a video are images here.
     """
 
     mlp_matrices = 3
@@ -44,10 +45,6 @@ class Qwen25VLVisionConfig(VisionConfig):
     def window_patches(self) -> int:
         """Side of a window, in patches."""
         return self.window_size // self.patch_size
-
-    @property
-    def position_rate(self) -> float | None:
-        return self.tokens_per_second
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,4 +33,5 @@ FAMILY = Family(
         "image_processor": "Qwen2VLImageProcessor",
         "video_processor": "Qwen2VLVideoProcessor",
     },
+    limited_frames=1,
 )

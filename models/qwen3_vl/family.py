@@ -33,4 +33,6 @@ FAMILY = Family(
         "image_processor": "Qwen2VLImageProcessor",
         "video_processor": "Qwen3VLVideoProcessor",
     },
+    # As many as its video_processor takes at most.
+    limited_frames=768,
 )

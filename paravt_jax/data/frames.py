@@ -83,18 +83,9 @@ def smart_resize(
 
 
 def fit_size(
-    height: int,
-    width: int,
-    limits: tuple[int, int],
-    factor: int,
-    least_side: int,
-    frames: tuple[int, int] = (1, 1),
+    height: int, width: int, limits: tuple[int, int], factor: int, least_side: int
 ) -> tuple[int, int]:
-    """Round both sides to multiples of `factor`, and rescale if the area is outside the limits.
-
-    `frames` are the number of frames for the scale, and that for the comparison with the limits.
-    """
-    scaled_frames, compared_frames = frames
+    """Round both sides to multiples of `factor`, and rescale if the area is outside the limits."""
     min_pixels, max_pixels = limits
     if min(height, width) < 1:
         raise ValueError(
@@ -112,12 +103,12 @@ def fit_size(
         )
     h = max(least_side, round(height / factor) * factor)
     w = max(least_side, round(width / factor) * factor)
-    if compared_frames * h * w > max_pixels:
-        beta = math.sqrt(scaled_frames * height * width / max_pixels)
+    if h * w > max_pixels:
+        beta = math.sqrt(height * width / max_pixels)
         h = max(factor, math.floor(height / beta / factor) * factor)
         w = max(factor, math.floor(width / beta / factor) * factor)
-    elif compared_frames * h * w < min_pixels:
-        beta = math.sqrt(min_pixels / (scaled_frames * height * width))
+    elif h * w < min_pixels:
+        beta = math.sqrt(min_pixels / (height * width))
         h = math.ceil(height * beta / factor) * factor
         w = math.ceil(width * beta / factor) * factor
     return h, w

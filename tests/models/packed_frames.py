@@ -10,11 +10,9 @@ from models.config import VisionConfig
 from models.vision import PatchLayout, frame_layout
 
 
-def packed_layout(
-    grids: Sequence[tuple[int, int, int]], size: int, config: VisionConfig
-) -> PatchLayout:
-    """Return the frames of images and videos of (frames, height, width) patches, then padding."""
-    frames = [frame_layout((h, w), config) for t, h, w in grids for _ in range(t)]
+def packed_layout(grids: Sequence[tuple[int, int]], size: int, config: VisionConfig) -> PatchLayout:
+    """Return the frames of (height, width) patches, then padding."""
+    frames = [frame_layout(grid, config) for grid in grids]
     # Padding counts as a frame of one patch, so that nothing divides by 0.
     layout = np.zeros((5, size), np.int32)
     layout[2:4] = 1

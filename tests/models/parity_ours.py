@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,17 @@ from tests.models.parity import IMAGE, NEW_TOKENS, VIDEO, Results, Sample
 Outputs = tuple[jax.Array, KV, jax.Array | None]
 
 
+def _frames(grids: Iterable[Iterable[int]]) -> list[tuple[int, int]]:
+    """Height and width of every frame of images and videos."""
+    return [(int(h), int(w)) for t, h, w in grids for _ in range(int(t))]
+
+
 def batch_of(sample: Sample, config: ModelConfig) -> dict[str, Any]:
     """Inputs of our model. All patches are in one padded row; all rows share one visual bank."""
     positions = np.zeros((3, *sample.ids.shape), np.int32)
     after = []
     for row, valid in enumerate(sample.valid):
-        grids = [tuple(map(int, grid)) for number, _, *grid in sample.items if number == row]
+        grids = _frames(grid for number, _, *grid in sample.items if number == row)
         positions[:, row, valid] = mrope_positions(sample.ids[row, valid], grids, config)
         after.append(next_position(positions[:, row, valid]))
     batch = {
@@ -46,7 +52,7 @@ def batch_of(sample: Sample, config: ModelConfig) -> dict[str, Any]:
         return batch
     merged = config.vision.spatial_merge_size**2
     size = (len(sample.patches) // (4 * merged) + 1) * 4 * merged
-    grids = sample.grids(IMAGE) + sample.grids(VIDEO)
+    grids = _frames(sample.grids(IMAGE) + sample.grids(VIDEO))
     # The bank has the images of all rows first, then the videos.
     images = visual_index(sample.ids.ravel(), IMAGE)
     videos = visual_index(sample.ids.ravel(), VIDEO)

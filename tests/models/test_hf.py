@@ -455,7 +455,7 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
     with torch.no_grad():
         seen = {
             "pixel_values": torch.tensor(inputs.patches),
-            "image_grid_thw": torch.tensor(inputs.grids),
+            "image_grid_thw": torch.tensor([(1, *grid) for grid in inputs.grids]),
         }
         given = {"input_ids": ids, "mm_token_type_ids": (ids == config.image_token_id).int()}
         expected = exported(**given, **seen).logits[0].numpy()

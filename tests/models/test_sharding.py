@@ -146,10 +146,10 @@ TEXT = TextConfig(
 def make_batch() -> dict[str, Any]:
     """Eight prompts of 12 tokens, two of them visual, each with a continuation of 6.
 
-    Prompts have images and videos of different sizes.
+    Prompts have images of different sizes.
     """
     rng = np.random.default_rng(0)
-    grids = [[(1, 2, 4), (2, 2, 2)], [(1, 4, 4)], [(3, 2, 2)], [(1, 2, 2), (1, 2, 6)]] * 2
+    grids = [[(2, 4), (2, 2), (2, 2)], [(4, 4)], [(2, 2)] * 3, [(2, 2), (2, 6)]] * 2
     layouts = [packed_layout(row, 16, VISION) for row in grids]
     index = np.full((8, 12), -1)
     index[:, [4, 5]] = [0, 1]

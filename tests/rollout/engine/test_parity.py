@@ -143,14 +143,14 @@ def prompts(features: FrameFeatures) -> list[tuple[np.ndarray, tuple[Frame, ...]
 
 def pixels(
     features: FrameFeatures, frames: tuple[Frame, ...]
-) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
     """Patches and grids of frames. The videos already have the model's frame size."""
     patches = [
         patchify(video.read(join(features.root, frame.video), [frame.index]), CONFIG.vision)[0]
         for frame in frames
     ]
     empty = np.zeros((0, CONFIG.vision.patch_dim), np.float32)
-    return np.concatenate([empty, *patches]), [(1, *features.grid(frame.video)) for frame in frames]
+    return np.concatenate([empty, *patches]), [features.grid(frame.video) for frame in frames]
 
 
 def by_transformers(
@@ -173,7 +173,7 @@ def by_transformers(
             attention_mask=valid,
             mm_token_type_ids=((ids == IMAGE) & (valid == 1)).int(),
             pixel_values=torch.tensor(np.concatenate([patches for patches, _ in seen])),
-            image_grid_thw=torch.tensor([grid for _, grids in seen for grid in grids]),
+            image_grid_thw=torch.tensor([(1, *grid) for _, grids in seen for grid in grids]),
             do_sample=False,
             max_new_tokens=new,
             output_logits=True,
