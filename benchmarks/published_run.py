@@ -97,7 +97,7 @@ def write_files(folder: pathlib.Path, assets: pathlib.Path) -> None:
 
     Args:
         folder: Where to write `annotations` and `media` in the published layout, `base` (a small
-            Qwen3-VL with the real tokenizer), and `split` and `videos` (a sample of Video-MME).
+            Qwen3-VL with the real tokenizer), and `videos` (a sample of Video-MME).
         assets: Folder of shared clips and of the tokenizer.
     """
     clips = {f"longvt_source/selftrace_0/{n}.mp4": clip for n, clip in enumerate(CLIPS[1:])}
@@ -110,7 +110,7 @@ def write_files(folder: pathlib.Path, assets: pathlib.Path) -> None:
     save(model, folder / "base", files=files)
     lay_out_media(folder / "videos" / "data", assets, {"w0.mp4": CLIPS[1], "w1.mp4": CLIPS[2]})
     rows = [published.videomme("1-1", "w0", "A"), published.videomme("2-1", "w1", "C")]
-    published.write_split("videomme", folder / "split", rows)
+    published.write_split("videomme", folder / "videos", rows)
 
 
 def _write_annotations(folder: pathlib.Path, videos: Sequence[str]) -> None:

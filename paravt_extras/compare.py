@@ -73,7 +73,7 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
         str(kind): [id for id in shared if played_a[id]["kind"] == kind and id not in unequal]
         for kind in KINDS
         # Every judge is a measure of its own.
-        if kind != QuestionKind.OPEN_ENDED or identity_a["judge_model"] == identity_b["judge_model"]
+        if kind != QuestionKind.OPEN_ENDED or identity_a["judge"] == identity_b["judge"]
     }
     if not any(kinds.values()):
         raise ValueError(

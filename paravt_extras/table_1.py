@@ -17,14 +17,14 @@ from rollout.evaluation.summary import counted, score_of
 def table_1(folders: Sequence[pathlib.Path]) -> str:
     """Return the table with notes.
 
-    Evaluations of one name share a line of the table. Each score stands above the number of its
-    questions, its interval and the calls per question.
+    Evaluations in one folder share a line of the table, under its name. Each score stands above the
+    number of its questions, its interval and the calls per question.
 
     Args:
         folders: folders with a summary.json.
 
     Raises:
-        FolderError: no folder is given, one has no summary, or two are of one name and split.
+        FolderError: no folder is given, one has no summary, or two in one folder are of one split.
     """
     runs = _by_name(folders)
     others = (split for summaries in runs.values() for split in summaries)
@@ -50,15 +50,16 @@ def table_1(folders: Sequence[pathlib.Path]) -> str:
 
 
 def _by_name(folders: Sequence[pathlib.Path]) -> dict[str, dict[str, Line]]:
-    """Return the summaries of the folders by name and split."""
+    """Return the summaries by the name of the folder around theirs, and by split."""
     runs: dict[str, dict[str, Line]] = {}
     for folder in folders:
         summary = read_json(folder / "summary.json")
-        summaries = runs.setdefault(summary["config"]["name"], {})
+        name = folder.resolve().parent.name
+        summaries = runs.setdefault(name, {})
         if summary["benchmark"] in summaries:
             raise FolderError(
-                f"--table: {folder} is another evaluation of {summary['benchmark']} named "
-                f"{summary['config']['name']}; give it another --name, or leave it out"
+                f"--table: {folder} is another evaluation of {summary['benchmark']} in a folder "
+                f"{name}; move it into one of its own, or leave it out"
             )
         summaries[summary["benchmark"]] = summary
     if not runs:
@@ -108,7 +109,7 @@ def _note(name: str, summary: Line) -> str:
     identity = config["identity"]
     # Adapters on a base have two hashes. A commit with uncommitted changes ends with "+".
     hashes = (identity["weights"] or "").split("+")
-    weights = "+".join(each[:12] for each in hashes) or f"of {identity['endpoint_model']}"
+    weights = "+".join(each[:12] for each in hashes) or f"of {identity['endpoint']}"
     different = differences(identity) or ["the published protocol in our words"]
     commits = [str(commit) for commit in config["commits"]]
     shown = ", ".join(commit[:12] + "+" * commit.endswith("+") for commit in commits)

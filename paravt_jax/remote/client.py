@@ -33,7 +33,7 @@ _BODY_LIMIT = 4 << 20
 # Upper bound on the characters that are kept of a server's own message.
 _MESSAGE_LIMIT = 300
 _FEWER = "send fewer requests at once (--episodes, or the judge's concurrency)"
-_ADDRESS = "check the address (up to and including /v1) and the model's name (--endpoint-model)"
+_ADDRESS = "check the address (up to and including /v1) and the model's name"
 _KEY = "check the key (see key_variable) and its permissions"
 _LOG = "look into the server's log"
 # What to do about an HTTP status; about others, look into the log.

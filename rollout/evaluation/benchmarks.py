@@ -328,19 +328,18 @@ class Loaded:
     """The reason of every record that cannot be asked or scored, by its number."""
 
 
-def load(name: str, source: str = "") -> Loaded:
+def load(name: str, source: str) -> Loaded:
     """Load the questions of a split.
 
     Args:
         name: the benchmark.
-        source: a file, a folder or a hub id; by default the hub id where it is published.
+        source: a folder that holds the published files, or one file.
 
     Raises:
         FileNotFoundError: the files of the split are missing.
         ValueError: a file is damaged, or no record can be asked.
     """
     benchmark = BENCHMARKS[name]
-    source = source or benchmark.source
     items: list[Item] = []
     seen: collections.Counter[str] = collections.Counter()
     broken: dict[str, str] = {}

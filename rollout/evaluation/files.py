@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,18 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from paravt_jax.data import foreign
-from paravt_jax.data.sources import from_hub
 
 Record = dict[str, Any]
 
 _MOST_BYTES = 1 << 30
-
-_NUMBERED = re.compile(r"\d{1,4}\.\w+")
-"""Names such as "7.mp4". Every folder of MMVU has them, so a file with such a name may be the wrong
-one even if no other on disk has it."""
-
-_SUFFIXES = (".mp4", ".MP4", ".mkv", ".webm", ".avi", ".mov")
-"""Suffixes of videos. Copies of a benchmark may have another container than its record says."""
 
 
 def read_records(source: str, patterns: Sequence[str]) -> list[Record]:
@@ -34,7 +25,7 @@ def read_records(source: str, patterns: Sequence[str]) -> list[Record]:
     Columns of parquet files that hold pictures or videos are not read.
 
     Args:
-        source: one file, a folder laid out like the hub's repository, or a hub id.
+        source: one file, or a folder laid out like the hub's repository.
         patterns: patterns of relative paths, in order of preference. Only the files of the first
             pattern that matches are read, in any folder.
 
@@ -46,20 +37,16 @@ def read_records(source: str, patterns: Sequence[str]) -> list[Record]:
 
 
 def _tables(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
-    """Return the files that `read_records` reads, fetched from the hub if needed."""
+    """Return the files that `read_records` reads."""
     path = pathlib.Path(source)
     if path.is_file():
         return [path]
-    try:
-        folder = path if path.is_dir() else from_hub(source, patterns)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"--data {error}") from error
     for pattern in patterns:
-        if files := sorted(folder.rglob(pattern)):
+        if files := sorted(path.rglob(pattern)):
             return files
     raise FileNotFoundError(
-        f"--data {source}: holds none of {', '.join(patterns)}; "
-        "give the folder of the published files, or the file"
+        f"--data {source!r}: holds none of {', '.join(patterns)}; "
+        "give the folder that `paravt download` made, or the file"
     )
 
 
@@ -88,39 +75,36 @@ def _read(file: pathlib.Path) -> list[Record]:
 
 
 class VideoFolder:
-    """A folder of unpacked archives, which may add or drop a folder around the videos."""
+    """A folder of unpacked archives, which may add or drop a folder around the videos.
+
+    Args:
+        root: the folder, or a file in it.
+    """
 
     def __init__(self, root: str | os.PathLike):
-        self.root = pathlib.Path(root)
+        path = pathlib.Path(root)
+        self.root = path.parent if path.is_file() else path
         if not self.root.is_dir():
             raise FileNotFoundError(
-                f"--videos {root}: no such folder; "
-                "give the one that the benchmark's archives were unpacked into"
+                f"--data {root}: no such folder; give the one that holds the videos"
             )
 
     def find(self, path: str) -> str | None:
         """Find a file that a benchmark names.
 
         Look first at `path` below the root, then at `path` without its leading folders, then for a
-        file of the same name anywhere below the root. A video that is not found may have the suffix
-        of another container, such as .mkv or .MP4 for .mp4.
+        single file anywhere below the root whose path ends in `path`.
 
         Returns:
-            The file's path relative to the root; None if there is no such file, or if several files
-            have the name.
+            The file's path relative to the root; None if there is no such file, or if several are.
         """
-        stem, suffix = os.path.splitext(path)
-        suffixes = (suffix, *_SUFFIXES) if suffix in _SUFFIXES else (suffix,)
-        return next(filter(None, map(self._find, (stem + other for other in suffixes))), None)
-
-    def _find(self, path: str) -> str | None:
         names = path.split("/")
         for first in range(len(names)):
             tail = "/".join(names[first:])
             if (self.root / tail).is_file():
                 return tail
-        paths = self._by_name.get(names[-1], [])
-        return paths[0] if len(paths) == 1 and not _NUMBERED.fullmatch(names[-1]) else None
+        ending = [known for known in self._by_name.get(names[-1], ()) if known.endswith(f"/{path}")]
+        return ending[0] if len(ending) == 1 else None
 
     @functools.cached_property
     def _by_name(self) -> dict[str, list[str]]:

@@ -106,7 +106,7 @@ class EvaluationFolder:
             f"--out {self.path} holds another evaluation",
             stored.get("identity", {}),
             identity,
-            "Give another --name or --out, or the settings of that evaluation.",
+            "Give another --out, or the settings of that evaluation.",
             FolderError,
         )
         commits = list(dict.fromkeys([*stored["commits"], commit]))

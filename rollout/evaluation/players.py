@@ -71,10 +71,10 @@ def make_setup(settings: BenchmarkSettings, loaded: Loaded, videos: VideoFolder)
     # With dispatch `frames`, the token limits include crops. The size of a crop does not depend on
     # these limits, so measure it under preliminary ones.
     without_crops = Protocol(vocabulary, settings.limits(0))
-    crop_frame = frame_tokens(settings.frames, config.vision, crop=True)
+    crop_frame = frame_tokens(settings.frames(), config.vision, crop=True)
     crop = crop_tokens(without_crops, crop_frame, _LATEST_FRAME)
     protocol = Protocol(vocabulary, settings.limits(crop))
-    size = frame_tokens(settings.frames, config.vision)
+    size = frame_tokens(settings.frames(), config.vision)
     with_tools = settings.episode_settings().dispatch != "none"
     main = overview_tokens(protocol, settings.k, size, _LATEST_FRAME, with_tools)
     main += settings.protocol.text_tokens
@@ -103,9 +103,9 @@ def load_player(
     settings, config = setup.settings, setup.config
     sampler: Sampler
     if settings.endpoint:
-        images = FrameImages(config, settings.frames, setup.videos.root, source=reader)
+        images = FrameImages(config, settings.frames(), setup.videos.root, source=reader)
         sampler = EndpointSampler(
-            settings.server(), settings.endpoint_model, setup.protocol.vocabulary, images
+            settings.server(), settings.endpoint[1], setup.protocol.vocabulary, images
         )
         stack.callback(sampler.close)
         environment = Environment(setup.protocol, images)
@@ -115,7 +115,7 @@ def load_player(
         mesh = make_mesh(1, 1, settings.tensor, devices) if settings.tensor > 1 else None
         model = load_model(setup.folder, config, mesh=mesh, dtype=dtype, param_dtype=dtype)
         features = FrameFeatures(
-            model.vision, config, settings.frames, setup.videos.root, source=reader
+            model.vision, config, settings.frames(), setup.videos.root, source=reader
         )
         sampler = Engine(model, features, setup.sizes)
         environment = Environment(setup.protocol, features)
@@ -125,7 +125,7 @@ def load_player(
 def open_reader(setup: Setup, replicas: int) -> FrameReader:
     """Open the processes that read videos for all replicas of a host; the caller closes them."""
     settings = setup.settings
-    vision = setup.config.vision
+    frames, vision = settings.frames(), setup.config.vision
     crops = replicas * settings.episodes * settings.protocol.max_calls
     return FrameReader(
         ReaderSettings(
@@ -133,8 +133,8 @@ def open_reader(setup: Setup, replicas: int) -> FrameReader:
             # The coming questions, and one per replica that has just been taken.
             ready=(settings.episodes + 1) * replicas,
             # What is read ahead has to equal what is asked for.
-            whole=settings.frames.batch,
-            rules=settings.frames.rules(vision),
-            crop_rules=settings.frames.rules(vision, crop=True),
+            whole=frames.batch,
+            rules=frames.rules(vision),
+            crop_rules=frames.rules(vision, crop=True),
         )
     )

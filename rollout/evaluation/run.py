@@ -50,8 +50,8 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
 
     Args:
         settings: the model, the questions, and how to play them.
-        questions: questions to play if `settings` names neither a benchmark nor a file. The paths
-            of their videos are relative to `settings.videos`.
+        questions: questions to play if `settings` names no benchmark. The paths of their videos are
+            relative to `settings.data`.
 
     Returns:
         The content of summary.json.
@@ -108,9 +108,8 @@ def _prepare(
 def _open(setup: Setup, identity: Line, stack: contextlib.ExitStack) -> EvaluationFolder:
     """Open the folder on all hosts, which must see the same one. `stack` closes it."""
     settings = setup.settings
-    name = _name(settings)
-    out = pathlib.Path(settings.out or f"evaluations/{name.replace('/', '--')}/{_split(settings)}")
-    details = {"name": name, "settings": dataclasses.asdict(settings)}
+    out = _out(settings)
+    details = {"settings": dataclasses.asdict(settings)}
 
     def open_own() -> EvaluationFolder:
         process = hosts.process_index()
@@ -137,48 +136,46 @@ def _load(
     settings: BenchmarkSettings, questions: Sequence[Question] | None
 ) -> tuple[Loaded, VideoFolder]:
     """Load the questions of a split or of a file, or take those from Python."""
-    given = (bool(settings.benchmark), bool(settings.questions), questions is not None)
-    if sum(given) != 1:
+    if settings.benchmark and questions is not None:
+        raise ValueError(f"--benchmark {settings.benchmark}: leave it out to play own questions")
+    if not settings.data:
         raise ValueError(
-            f"--benchmark {settings.benchmark!r}, --questions {settings.questions!r}: give one of "
-            f"them, the name of a split ({', '.join(BENCHMARKS)}) or a file of questions; from "
-            "Python, neither with the argument questions"
+            "--data is missing; give the folder that `paravt download` made, or your own questions"
         )
-    videos = VideoFolder(_videos(settings))
     if settings.benchmark:
-        return load(settings.benchmark, settings.data), videos
+        loaded = load(settings.benchmark, settings.data)
+        return loaded, VideoFolder(settings.data)
+    videos = VideoFolder(settings.data)
     if questions is None:
-        questions = read_questions(settings.questions, videos.root)
+        if not pathlib.Path(settings.data).is_file():
+            raise ValueError(
+                f"--benchmark is missing, and --data {settings.data!r} is no file of questions; "
+                f"give one of {', '.join(BENCHMARKS)}, or a file"
+            )
+        questions = read_questions(settings.data, videos.root)
     require_unique_ids(questions)
     return Loaded(tuple(Item(question) for question in questions), {}), videos
 
 
-def _videos(settings: BenchmarkSettings) -> str:
-    """Return the folder of the videos."""
-    if settings.videos:
-        return settings.videos
-    if settings.questions:
-        return str(pathlib.Path(settings.questions).parent)
-    if settings.data and pathlib.Path(settings.data).is_dir():
-        return settings.data
-    raise ValueError(
-        f"--videos is missing, and --data {settings.data!r} is no folder: give the folder of "
-        "the videos, or mend --data; `paravt download` fetches those of a split"
-    )
-
-
 def _split(settings: BenchmarkSettings) -> str:
     """Return the name of the questions."""
-    return settings.benchmark or pathlib.Path(settings.questions or OWN).stem
+    data = pathlib.Path(settings.data)
+    return settings.benchmark or (data.stem if data.is_file() else OWN)
 
 
-def _name(settings: BenchmarkSettings) -> str:
-    """Return the run's name, by default NAME for `runs/NAME/model`, else the model's folder or hub
-    id."""
+def _out(settings: BenchmarkSettings) -> pathlib.Path:
+    """Return the folder of the results.
+
+    By default, it lies in one named as the model: NAME for `runs/NAME/model`, else by the model's
+    folder or hub id.
+    """
+    if settings.out:
+        return pathlib.Path(settings.out)
     folder = pathlib.Path(settings.model).resolve()
-    if settings.name or not folder.is_dir():
-        return settings.name or settings.model
-    return folder.parent.name if folder.name == "model" else folder.name
+    name = settings.model
+    if folder.is_dir():
+        name = folder.parent.name if folder.name == "model" else folder.name
+    return pathlib.Path("evaluations", name.replace("/", "--"), _split(settings))
 
 
 # --- playing ---
@@ -226,7 +223,7 @@ def _play_split(
         queue = Queue(units, read_ahead, settings.episodes * len(groups))
         progress = Progress(_split(settings), "question", every=10.0, shown=hosts.is_first())
         stack.enter_context(progress)
-        watch = ServerWatch(settings.endpoint, proven)
+        watch = ServerWatch(settings.endpoint[0] if settings.endpoint else "", proven)
         total = sum(map(len, units))
 
         def play_items() -> None:

@@ -29,12 +29,10 @@ SUBTITLE_TOKENS = 8192
 
 # Fields that may change between two starts on the same folder. Weights and questions are compared
 # by their hashes instead (`rollout.evaluation.run`).
-_NOT_IDENTITY = {
-    *("model", "questions", "data", "videos", "out", "name", "limit"),
-    *("episodes", "tensor", "endpoint"),
-    # When and where frames are encoded.
-    *("frames.batch", "frames.cache_mib", "frames.admission"),
-}
+_NOT_IDENTITY = ("model", "data", "out", "limit", "episodes", "tensor")
+
+Server = tuple[str, str]
+"""Address of an OpenAI-compatible API, and the name of a model there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,43 +42,34 @@ class BenchmarkSettings:
     model: str
     """Folder or hub id of a model; with an endpoint, read without its weights."""
     benchmark: str = ""
-    """Name of the split to play."""
+    """Name of the split to play; empty: your own questions."""
     data: str = ""
-    """The split's published files: a folder, one file or a hub id; if empty, the hub data set."""
-    videos: str = ""
-    """Folder of the videos; if empty, the folder given as data, or the folder of the questions."""
+    """Folder of the split, or file of questions (docs/evaluation.md), with the videos below it."""
     out: str = ""
-    """Folder for the results; an existing one is continued. Empty: evaluations/NAME/BENCHMARK."""
-    name: str = ""
-    """Name in tables; if empty, the model's folder, or NAME for runs/NAME/model."""
-    questions: str = ""
-    """File of your own questions (.csv or .jsonl, see docs/evaluation.md) instead of a split."""
+    """Folder for the results; an existing one is continued. Empty: evaluations/MODEL/BENCHMARK."""
     limit: int | None = None
     """Play only this many questions; the same command without a limit plays the rest."""
     k: Annotated[int, tyro.conf.arg(name="frames")] = 64
     """Overview budget K, in frames; 0 is a blind run, without frames and tools."""
+    pixels: tuple[int, int] = (FrameSettings.max_pixels, FrameSettings.max_pixels)
+    """Larger frames are shrunk to these areas, in pixels: overviews, crops."""
     dispatch: Dispatch | None = None
     """How tool calls are executed; by default parallel, or none if no tool is offered."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
     seed: int = 0
     """Seed of sampling above temperature 0."""
-    judge: str = ""
-    """Address of an OpenAI-compatible API that scores open-ended answers; if empty, by token F1."""
-    judge_model: str = ""
-    """Name of the judge's model at that address."""
+    judge: Server | None = None
+    """Address and model of a server that scores open-ended answers; by default, token F1 does."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; bfloat16 for published checkpoints."""
     tensor: int = 1
     """Devices per replica, which share its weights. The devices of all hosts play replicas."""
     episodes: int = 4
     """Episodes that each replica plays side by side."""
-    endpoint: str = ""
-    """OpenAI-compatible API to use instead of the engine, such as http://localhost:8000/v1."""
-    endpoint_model: str = ""
-    """Name of the model at the endpoint."""
+    endpoint: Server | None = None
+    """Address and model of a server that replaces the engine, such as http://host:8000/v1 NAME."""
     protocol: ProtocolSettings = ProtocolSettings()
-    frames: FrameSettings = FrameSettings()
 
     def __post_init__(self):
         require_at_least("evaluate", self, 1, "limit", "episodes", "tensor")
@@ -89,35 +78,23 @@ class BenchmarkSettings:
             raise ValueError(
                 f"--benchmark {self.benchmark}: no such split; give one of {', '.join(BENCHMARKS)}"
             )
-        if self.data and not self.benchmark:
-            raise ValueError(
-                f"--data {self.data}: holds the files of a split; "
-                "give --benchmark too, or leave it out"
-            )
         if self.dispatch not in (None, "none") and not self._offers_tools:
             raise ValueError(
                 f"--dispatch {self.dispatch}: no tool is offered with --frames 0, or with "
                 "--protocol.prompt direct or reasoning; leave --dispatch out"
             )
-        self._check_servers()
-        # Raises if a field is out of range.
-        self.episode_settings()
-
-    def _check_servers(self) -> None:
-        for name in ("endpoint", "judge"):
-            address, model = getattr(self, name), getattr(self, f"{name}_model").strip()
-            if bool(address) != bool(model):
-                raise ValueError(
-                    f"--{name} {address!r}, --{name}-model {model!r}: an address needs the name of "
-                    "a model there; give both or neither"
-                )
-            if address:
-                check_address(f"--{name}", address, "the environment variable OPENAI_API_KEY")
+        for flag, server in (("--endpoint", self.endpoint), ("--judge", self.judge)):
+            if server:
+                check_address(flag, server[0], "the environment variable OPENAI_API_KEY")
         if self.endpoint and (self.dtype != "float32" or self.tensor != 1):
             raise ValueError(
                 f"--dtype {self.dtype}, --tensor {self.tensor}: the server at --endpoint decides "
                 "about its weights and devices; leave out both, or --endpoint"
             )
+        # Each raises if a field is out of range.
+        self.episode_settings()
+        self.frames()
+        self.rewards()
 
     @property
     def _offers_tools(self) -> bool:
@@ -127,6 +104,11 @@ class BenchmarkSettings:
         """Return how the episodes are played."""
         dispatch = self.dispatch or ("parallel" if self._offers_tools else "none")
         return EpisodeSettings(self.k, self.temperature, dispatch)
+
+    def frames(self) -> FrameSettings:
+        """Return the sizes of frames."""
+        overview, crop = self.pixels
+        return FrameSettings(max_pixels=overview, crop_max_pixels=crop)
 
     def limits(self, crop: int) -> ProtocolSettings:
         """Return the protocol's settings.
@@ -142,24 +124,26 @@ class BenchmarkSettings:
         """Return how answers are scored."""
         if not self.judge:
             return RewardSettings()
-        judge = JudgeSettings(self.judge, model=self.judge_model)
-        return RewardSettings(open_ended="judge", judge=judge)
+        address, model = self.judge
+        return RewardSettings(open_ended="judge", judge=JudgeSettings(address, model=model))
 
     def server(self) -> ServerSettings:
         """Return how requests are sent to the endpoint: all that the episodes can have open."""
-        return ServerSettings(self.endpoint, concurrency=self.episodes * self.protocol.max_calls)
+        assert self.endpoint
+        return ServerSettings(self.endpoint[0], concurrency=self.episodes * self.protocol.max_calls)
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that affect answers, those of sections as "protocol.prompt".
+        """Return the settings that affect answers, those of the protocol as "protocol.prompt".
 
         Runs that differ in one of them need separate folders.
         """
         fields: dict[str, Any] = dataclasses.asdict(self)
         fields["benchmark"] = self.benchmark or OWN
         fields["dispatch"] = self.episode_settings().dispatch
-        for section in ("protocol", "frames"):
-            nested = fields.pop(section)
-            fields |= {f"{section}.{name}": value for name, value in nested.items()}
+        protocol = fields.pop("protocol")
+        fields |= {f"protocol.{name}": value for name, value in protocol.items()}
         if self.endpoint:
-            del fields["dtype"]  # a server chooses the type of its weights itself
+            # A server chooses the type of its weights itself, and may move.
+            fields["endpoint"] = self.endpoint[1]
+            del fields["dtype"]
         return {name: value for name, value in fields.items() if name not in _NOT_IDENTITY}

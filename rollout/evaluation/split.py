@@ -130,7 +130,7 @@ class SplitPlayer:
             return question
         path = self._videos.find(question.video)
         if path is None:
-            return LeftOut(question, "missing", f"no file {question.video} below --videos")
+            return LeftOut(question, "missing", f"no file {question.video} below --data")
         return dataclasses.replace(question, video=path)
 
     def _with_subtitles(self, item: Item) -> Question:

@@ -271,10 +271,9 @@ def play(tmp_path, monkeypatch):
     def run(server):
         settings = BenchmarkSettings(
             str(tmp_path / "model"),
-            questions=str(tmp_path / "questions.jsonl"),
+            data=str(tmp_path / "questions.jsonl"),
             out=str(tmp_path / "out"),
-            endpoint=server.endpoint,
-            endpoint_model="m",
+            endpoint=(server.endpoint, "m"),
             episodes=COUNT,
             k=0,
             protocol=ProtocolSettings(pin_think=False),

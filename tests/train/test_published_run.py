@@ -22,9 +22,9 @@ from train.durable.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 EVALUATE = """
-    --benchmark=videomme --data split --videos videos --frames 4 --protocol.turn-tokens 16
+    --benchmark=videomme --data videos --frames 4 --protocol.turn-tokens 16
     --protocol.summary-tokens 16 --protocol.trajectory-tokens 144 --protocol.max-tool-turns 1
-    --frames.min-pixels 1024 --frames.max-pixels 1024
+    --pixels 1024 1024
 """.split()
 
 
@@ -99,10 +99,13 @@ def test_from_published_files_to_a_comparison(folder, command, capsys):
 
     checkpoint = ["--run-dir", "runs/rl", "--phase", "rl", "--step", "1"]
     assert train.export.main([*checkpoint, "--to", "exported"]) == 0
-    assert evaluation.main(["--model", "exported", "--name", "a", *EVALUATE]) == 0
-    shutil.copytree("evaluations/a", "evaluations/b")
+    assert evaluation.main(["--model", "exported", *EVALUATE]) == 0
+    shutil.copytree("evaluations/exported", "evaluations/b")
     capsys.readouterr()
-    assert evaluation.main(["--compare", "evaluations/a/videomme", "evaluations/b/videomme"]) == 0
+    assert (
+        evaluation.main(["--compare", "evaluations/exported/videomme", "evaluations/b/videomme"])
+        == 0
+    )
     assert "2 questions" in capsys.readouterr().out
 
     # RL needs its reference, the cold start's weights: the run does not continue with others.

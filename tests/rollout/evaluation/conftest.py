@@ -64,8 +64,9 @@ def videos(small_world, tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def split(tmp_path_factory) -> pathlib.Path:
-    return published.write_split("videomme", tmp_path_factory.mktemp("split"), RECORDS)
+def split(videos) -> pathlib.Path:
+    """A folder with the split's questions and videos."""
+    return published.write_split("videomme", videos, RECORDS)
 
 
 @pytest.fixture(scope="session")

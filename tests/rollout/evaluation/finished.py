@@ -37,10 +37,10 @@ def left_out(id, video, cause="missing"):
     return {"id": id, "video": video, "duration": "", "tasks": [], **reason}
 
 
-def config(benchmark="videomme", name="mine", **fields):
+def config(benchmark="videomme", **fields):
     settings = json.loads(json.dumps(BenchmarkSettings("m").identity()))
     identity = settings | {"weights": "w0", "questions": "h0", "benchmark": benchmark}
-    return {"identity": identity | fields, "name": name, "commits": ["c0"]}
+    return {"identity": identity | fields, "commits": ["c0"]}
 
 
 def folder(path, lines, **fields):

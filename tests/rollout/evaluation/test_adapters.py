@@ -41,11 +41,11 @@ def saved(checkpoint, tmp_path_factory) -> dict[str, pathlib.Path]:
 
 
 @pytest.mark.slow
-def test_an_evaluation_is_that_of_the_merged_model(saved, split, videos, tmp_path, capfd):
+def test_an_evaluation_is_that_of_the_merged_model(saved, split, tmp_path, capfd):
     lines, hashes = {}, set()
     for name, folder in saved.items():
         out = tmp_path / name
-        folders = [f"--model={folder}", f"--data={split}", f"--videos={videos}", f"--out={out}"]
+        folders = [f"--model={folder}", f"--data={split}", f"--out={out}"]
         sizes = ["--frames=2", "--protocol.turn-tokens=16", "--limit=2", "--dtype=float32"]
         assert command.main([*folders, "--benchmark=videomme", *sizes]) == 0, capfd.readouterr().err
         hashes.add(read_json(out / "config.json")["identity"]["weights"])

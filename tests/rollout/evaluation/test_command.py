@@ -30,7 +30,7 @@ ANSWER = "x\n</think>\n<answer>B</answer>"
 
 
 @pytest.fixture
-def run(checkpoint, split, videos, player, monkeypatch, capfd, tmp_path):
+def run(checkpoint, split, player, monkeypatch, capfd, tmp_path):
     """run(**settings) evaluates with a scripted sampler; returns summary and printed text."""
 
     def evaluate(records=None, said=ANSWER, **fields):
@@ -42,7 +42,6 @@ def run(checkpoint, split, videos, player, monkeypatch, capfd, tmp_path):
             "model": str(checkpoint),
             "benchmark": "videomme",
             "data": str(split),
-            "videos": str(videos),
             "out": str(tmp_path / "out"),
         }
         summary = evaluation.evaluate(BenchmarkSettings(**defaults | fields), records)
@@ -59,11 +58,11 @@ def without_run(summary: dict[str, Any]) -> dict[str, Any]:
 # --- a run with a scripted sampler ---
 
 
-def test_a_run_returns_writes_and_prints_its_summary(run, checkpoint, tmp_path):
+def test_a_run_returns_writes_and_prints_its_summary(run, tmp_path):
     summary, printed = run()
     assert (summary["n"], summary["questions"]) == (3, 6)
     assert summary["accuracy"] == pytest.approx(1 / 3)
-    reason = "no file data/gone.mp4 below --videos"
+    reason = "no file data/gone.mp4 below --data"
     assert summary["left_out"]["missing"] == {"questions": 2, "videos": {"data/gone.mp4": reason}}
     assert list(summary["left_out"]["unreadable"]["videos"]) == ["data/noise.mp4"]
     assert "VideoMME w/o: 33.3 [" in printed
@@ -74,7 +73,6 @@ def test_a_run_returns_writes_and_prints_its_summary(run, checkpoint, tmp_path):
     config = read_json(tmp_path / "out" / "config.json")
     assert config["identity"]["weights"]
     assert config["settings"]["k"] == 64
-    assert config["name"] == checkpoint.parent.name
     assert read_json(tmp_path / "out" / "summary.json") == json.loads(json.dumps(summary))
 
 
@@ -129,10 +127,17 @@ def own_records() -> list[dict[str, Any]]:
     ]
 
 
+def beside(videos: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """The folder, now with the videos and their subtitles."""
+    for name in ("data", "subtitle"):
+        shutil.copytree(videos / name, folder / name)
+    return folder
+
+
 def test_own_questions_come_from_a_file_or_from_python(run, videos, tmp_path):
-    file = tmp_path / "my.jsonl"
+    file = beside(videos, tmp_path) / "my.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in own_records()))
-    summary, printed = run(benchmark="", data="", questions=str(file))
+    summary, printed = run(benchmark="", data=str(file))
     assert (summary["benchmark"], summary["questions"], summary["n"]) == ("own questions", 5, 3)
     assert (summary["accuracy"], summary["with_subtitles"]) == (0.5, 1)
     assert summary["open_ended"]["score"] == 1.0
@@ -141,7 +146,7 @@ def test_own_questions_come_from_a_file_or_from_python(run, videos, tmp_path):
     assert "own questions: 50.0 [" in printed
     assert "my: 100% 5/5" in printed
     records = read_questions(file, videos)
-    from_python, _ = run(records, benchmark="", data="", out=str(tmp_path / "python"))
+    from_python, _ = run(records, benchmark="", data=str(videos), out=str(tmp_path / "python"))
     assert without_run(from_python) == without_run(summary)
 
 
@@ -168,7 +173,7 @@ def refusing(*texts):
 
 
 @pytest.fixture
-def by_endpoint(checkpoint, videos, tmp_path, capfd):
+def by_endpoint(checkpoint, tmp_path, capfd):
     """by_endpoint(answer, records) returns summary, printed text and number of requests."""
 
     def make(answer, records):
@@ -183,12 +188,10 @@ def by_endpoint(checkpoint, videos, tmp_path, capfd):
                 str(bare),
                 "videomme",
                 str(data),
-                str(videos),
                 str(tmp_path / "out"),
                 k=0,
                 episodes=1,
-                endpoint=server.endpoint,
-                endpoint_model="m",
+                endpoint=(server.endpoint, "m"),
             )
             summary = evaluation.evaluate(settings)
         return summary, capfd.readouterr().err, len(server.received)
@@ -249,34 +252,31 @@ def call(argv, capfd) -> tuple[int | str | None, str]:
     return code, " ".join((out.err + out.out).replace("│", " ").split())
 
 
-SERVER = ("--endpoint", "http://localhost:1/v1", "--endpoint-model", "m")
+SERVER = ("--endpoint", "http://localhost:1/v1", "m")
 MISTAKES = [
     (["--model", "nowhere/at/all"], "nowhere/at/all: no such folder"),
-    (["--judge", "http://h/v1"], "--judge 'http://h/v1', --judge-model '': an address needs"),
+    (["--judge", "localhost", "m"], "--judge: 'localhost' is not the base address"),
     (
         ["--protocol.prompt", "reasoning", "--dispatch", "parallel"],
         "--dispatch parallel: no tool is offered",
     ),
     (["--limit", "0"], "evaluate.limit: 0"),
-    (["--endpoint-model", "m"], "--endpoint '', --endpoint-model 'm': an address needs"),
     ([*SERVER, "--dtype", "bfloat16"], "--dtype bfloat16, --tensor 1: the server at"),
     (["--benchmark", "videomm"], "--benchmark videomm: no such split; give one of videomme"),
-    (["--questions", "my.jsonl"], "--benchmark 'videomme', --questions 'my.jsonl': give one"),
-    (["--benchmark", ""], "holds the files of a split; give --benchmark too"),
+    (["--data", ""], "--data is missing"),
+    (["--pixels", "602112", "9"], "frames.crop_max_pixels: 9"),
+    (["--benchmark", ""], "--benchmark is missing, and --data"),
 ]
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"), MISTAKES, ids=[" ".join(wrong) for wrong, _ in MISTAKES]
 )
-def test_a_mistake_ends_in_a_message_and_code_2(
-    wrong, message, checkpoint, split, videos, capfd, tmp_path
-):
+def test_a_mistake_ends_in_a_message_and_code_2(wrong, message, checkpoint, split, capfd, tmp_path):
     flags = {
         "--model": str(checkpoint),
         "--benchmark": "videomme",
         "--data": str(split),
-        "--videos": str(videos),
         "--out": str(tmp_path / "o"),
     }
     argv = [word for flag, value in flags.items() if flag not in wrong for word in (flag, value)]
@@ -307,7 +307,7 @@ CLIPS = {  # of the shared assets
 }
 
 
-def start(checkpoint, data, videos, out, *more) -> subprocess.Popen:
+def start(checkpoint, data, out, *more) -> subprocess.Popen:
     """Starts the command with small limits."""
     argv = [
         sys.executable,
@@ -315,14 +315,13 @@ def start(checkpoint, data, videos, out, *more) -> subprocess.Popen:
         "rollout.evaluate",
         f"--model={checkpoint}",
         f"--data={data}",
-        f"--videos={videos}",
         f"--out={out}",
         "--frames=4",
         "--protocol.turn-tokens=24",
         "--protocol.summary-tokens=8",
         "--protocol.trajectory-tokens=128",
         "--protocol.text-tokens=2048",
-        "--frames.max-pixels=4096",
+        *("--pixels", "4096", "4096"),
         *more,
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -373,7 +372,7 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(checkpoint, videos, tmp
         )
         for i in range(60)
     ]
-    data = published.write_split("videomme", tmp_path / "split", records)
+    data = published.write_split("videomme", beside(videos, tmp_path / "split"), records)
 
     def answer(number, received) -> Reply:
         chat = str(received.body["messages"])
@@ -384,17 +383,16 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(checkpoint, videos, tmp
         options = (
             "--benchmark=videomme",
             "--episodes=2",
-            f"--endpoint={server.endpoint}",
-            "--endpoint-model=m",
+            *("--endpoint", server.endpoint, "m"),
             "--protocol.turn-tokens=64",
         )
         for lines in (1, 17, 40):
-            process = start(checkpoint, data, videos, out, *options)
+            process = start(checkpoint, data, out, *options)
             assert kill_after(process, out / "questions.jsonl", lines)
-        finish(start(checkpoint, data, videos, out, *options))
+        finish(start(checkpoint, data, out, *options))
         # A kill costs the two questions in flight, and one that was answered and not yet written.
         assert len(server.received) <= 30 + 3 * 3
-        finish(start(checkpoint, data, videos, tmp_path / "whole", *options))
+        finish(start(checkpoint, data, tmp_path / "whole", *options))
     assert len(latest_lines(out)) == 60
     assert latest_lines(out) == latest_lines(tmp_path / "whole")
     summary = read_json(out / "summary.json")
@@ -412,17 +410,17 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(checkpoint, videos, tmp
 )
 def test_a_real_clip_is_played(name, more, assets, checkpoint, tmp_path):
     folder, clip = CLIPS[name]
-    (tmp_path / "videos" / folder).mkdir(parents=True)
+    (tmp_path / "split" / folder).mkdir(parents=True)
     if name == "charades":
         records = [published.charades(clip, (3, 9)), published.charades("gone.mp4")]
         target = clip
     else:
         records = [published.mmvu("v_0", "Art", 1), published.mmvu("v_1", "Art", 2)]
         target = "1.mp4"
-    shutil.copy(assets / "videos" / clip, tmp_path / "videos" / folder / target)
+    shutil.copy(assets / "videos" / clip, tmp_path / "split" / folder / target)
     data = published.write_split(name, tmp_path / "split", records)
     out = tmp_path / "out"
-    finish(start(checkpoint, data, tmp_path / "videos", out, f"--benchmark={name}", *more))
+    finish(start(checkpoint, data, out, f"--benchmark={name}", *more))
     summary = read_json(out / "summary.json")
     assert (summary["n"], summary["left_out"]["missing"]["questions"]) == (1, 1)
     (line,) = [line for line in transcripts(out) if "left_out" not in line]

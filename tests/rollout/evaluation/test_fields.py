@@ -35,25 +35,12 @@ def test_videos_are_found_where_archives_put_them(tmp_path):
     # One folder less, and one more.
     assert folder.find("data/b.mp4") == "b.mp4"
     assert folder.find("c.mp4") == "part_1/c.mp4"
+    assert folder.find("Chemistry/7.mp4") == "videos/Chemistry/7.mp4"
     # Two files have this name.
     assert folder.find("d.mp4") is None
     assert folder.find("videos/Art/7.mp4") == "videos/Art/7.mp4"
     # Another subject's.
     assert folder.find("videos/Biology/8.mp4") is None
     assert folder.find("videos/Art/9.mp4") is None
-    with pytest.raises(FileNotFoundError, match="--videos .*nowhere"):
+    with pytest.raises(FileNotFoundError, match="--data .*nowhere"):
         VideoFolder(tmp_path / "nowhere")
-
-
-def test_a_video_may_have_another_container_than_its_row_says(tmp_path):
-    for path in ("data/a.MP4", "data/b.mkv", "c.mp4", "c.mkv", "part_1/d.webm", "s.txt"):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).touch()
-    folder = VideoFolder(tmp_path)
-    assert folder.find("data/a.mp4") == "data/a.MP4"
-    assert folder.find("data/b.mp4") == "data/b.mkv"
-    # The file that the record names comes first.
-    assert folder.find("c.mp4") == "c.mp4"
-    assert folder.find("d.mp4") == "part_1/d.webm"
-    # Subtitles have no other container.
-    assert folder.find("s.srt") is None

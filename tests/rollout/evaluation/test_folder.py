@@ -17,7 +17,7 @@ IDENTITY = {"benchmark": "mlvu", "frames": 64, "pair": (1, 2)}
 
 
 def opened(path, identity=IDENTITY, commit: str | None = "c1", process=0) -> EvaluationFolder:
-    return EvaluationFolder(path, identity, {"name": "n"}, commit, process)
+    return EvaluationFolder(path, identity, {"details": "n"}, commit, process)
 
 
 def test_half_a_line_is_cut_off_and_the_last_line_of_a_question_counts(tmp_path):

@@ -110,7 +110,7 @@ def test_a_comparison_warns_if_few_videos_differ(tmp_path):
 def test_kinds_are_not_averaged_in_a_comparison_and_judges_not_mixed(tmp_path):
     def run(name, choice, overlap, judge):
         lines = [line("c", choice), line("g", overlap, kind="tvg"), line("o", 0.5, kind="oe")]
-        return folder(tmp_path / name, lines, judge_model=judge)
+        return folder(tmp_path / name, lines, judge=judge)
 
     first, second = run("a", 1.0, 0.2, "j"), run("b", 0.0, 0.6, "j")
     kinds = compare(first, second)["kinds"]

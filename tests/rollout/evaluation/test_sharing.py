@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import threading
 import time
@@ -135,6 +136,7 @@ def checkpoint(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
 def arguments(checkpoint, videos, tmp_path_factory) -> list[str]:
     """The command's arguments, without --out. Questions are on two videos and a missing one."""
     file = tmp_path_factory.mktemp("own") / "own.jsonl"
+    shutil.copytree(videos / "data", file.parent / "data")
     records = [
         {
             "id": str(n),
@@ -149,15 +151,14 @@ def arguments(checkpoint, videos, tmp_path_factory) -> list[str]:
     return [
         *("-m", "rollout.evaluate"),
         f"--model={checkpoint}",
-        f"--questions={file}",
-        f"--videos={videos}",
+        f"--data={file}",
         "--frames=4",
         "--episodes=2",
         "--protocol.turn-tokens=24",
         "--protocol.summary-tokens=8",
         "--protocol.trajectory-tokens=128",
         "--protocol.text-tokens=2048",
-        "--frames.max-pixels=4096",
+        *("--pixels", "4096", "4096"),
     ]
 
 

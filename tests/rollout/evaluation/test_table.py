@@ -46,9 +46,9 @@ def test_table_2_agrees_with_table_1_on_the_models_that_both_have():
 def test_the_table_has_the_papers_lines_and_those_of_each_run(tmp_path):
     table = table_1(
         [
-            folder(tmp_path / "a", six(calls=2)),
-            folder(tmp_path / "b", [line("a", 0.4), line("b", 0.2)], benchmark="charades"),
-            folder(tmp_path / "d", [left_out("a", "gone")], name="none"),
+            folder(tmp_path / "mine" / "a", six(calls=2)),
+            folder(tmp_path / "mine" / "b", [line("a", 0.4), line("b", 0.2)], benchmark="charades"),
+            folder(tmp_path / "none" / "a", [left_out("a", "gone")]),
         ]
     )
     paper = ["62.1", "69.4", "60.4", "39.8", "65.0", "68.6", "50.1", "59.3"]
@@ -68,7 +68,7 @@ def test_the_table_has_the_papers_lines_and_those_of_each_run(tmp_path):
 
 
 def test_an_average_needs_a_score_of_every_split_and_the_table_fits_a_terminal(tmp_path):
-    folders = [folder(tmp_path / split, six(), benchmark=split) for split in COLUMNS]
+    folders = [folder(tmp_path / "mine" / split, six(), benchmark=split) for split in COLUMNS]
     assert cells_of(table_1(folders[:6]), "mine")["average"] == ""
     table = table_1(folders)
     assert cells_of(table, "mine")["average"] == "50.0"
@@ -81,12 +81,12 @@ def test_an_average_needs_a_score_of_every_split_and_the_table_fits_a_terminal(t
 
 def test_notes_name_differences_weights_and_commits(tmp_path):
     ours = {name: value for name, value in PUBLISHED.items() if name != "dispatch"}
-    served = {"weights": None, "endpoint_model": "served"}
-    first = folder(tmp_path / "a", six(), **ours)
-    second = folder(tmp_path / "c", six(), benchmark="lvbench", **served)
+    served = {"weights": None, "endpoint": "served"}
+    first = folder(tmp_path / "mine" / "a", six(), **ours)
+    second = folder(tmp_path / "mine" / "c", six(), benchmark="lvbench", **served)
     notes = " ".join(table_1([first, second]).split())
     assert "- mine, VideoMME w/o: dispatch parallel instead of frames; weights w0, commit" in notes
-    assert "frames.max_pixels 50176 instead of 602112" in notes
+    assert "pixels [50176, 50176] instead of [602112, 50176]" in notes
     assert "weights of served" in notes
 
 
@@ -103,10 +103,10 @@ def test_the_flags_of_the_docs_play_by_the_published_protocol(benchmark):
 
 
 def test_the_command_prints_the_table(tmp_path, capsys):
-    run = folder(tmp_path / "a", six())
+    run = folder(tmp_path / "mine" / "a", six())
     assert main(["--table", str(run)]) == 0
     assert cells_of(capsys.readouterr().out, "mine")["VideoMME"] == "50.0"
     assert main(["--table", str(run), str(run)]) == 2
-    assert "another evaluation of videomme named mine" in capsys.readouterr().err
+    assert "another evaluation of videomme in a folder mine" in capsys.readouterr().err
     assert main(["--table", str(tmp_path)]) == 2
     assert "no finished evaluation" in capsys.readouterr().err
