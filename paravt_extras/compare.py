@@ -7,6 +7,7 @@ about the same videos. A grounding answer counts as right if its overlap is at l
 
 from __future__ import annotations
 
+import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +26,6 @@ RIGHT = 0.5
 FEW_VIDEOS = 10
 """With differences on fewer videos than this, the interval is only a rough guide."""
 
-SHOWN = 10
-"""Number of question ids that the text of a comparison lists per run."""
-
 KINDS = {
     QuestionKind.MULTIPLE_CHOICE: "multiple choice",
     QuestionKind.TEMPORAL_GROUNDING: "grounding",
@@ -44,11 +42,10 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
         second: the folder of run B.
 
     Returns:
-        The content of `--compare --json`: the settings that differ, the ids that are left out
-        because the runs have different questions under them, the number of questions that only one
-        run played, and for each kind of question the scores, their difference B - A with a 95 %
-        interval, the counts of the four outcomes, McNemar's p-value, and the ids of the questions
-        that only one run got right.
+        The content of `--compare --json`: the settings that differ, the number of questions that
+        only one run played, and for each kind of question the scores, their difference B - A with
+        a 95 % interval, the counts of the four outcomes, McNemar's p-value, and the ids of the
+        questions that only one run got right.
 
     Raises:
         ValueError: the runs are one and the same, are of different splits, or share no question.
@@ -67,18 +64,16 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
         )
     played_a, played_b = _played(first), _played(second)
     shared = sorted(played_a.keys() & played_b.keys())
-    same_questions = identity_a["questions"] == identity_b["questions"]
-    unequal = [id for id in shared if not (same_questions or _is_same(played_a[id], played_b[id]))]
     kinds = {
-        str(kind): [id for id in shared if played_a[id]["kind"] == kind and id not in unequal]
+        str(kind): [key for key in shared if played_a[key]["kind"] == kind]
         for kind in KINDS
         # Every judge is a measure of its own.
         if kind != QuestionKind.OPEN_ENDED or identity_a["judge"] == identity_b["judge"]
     }
     if not any(kinds.values()):
         raise ValueError(
-            f"--compare: {first} and {second} have no question in common ({len(unequal)} ids stand "
-            "for different questions); play the same questions with both, with the same judge"
+            f"--compare: {first} and {second} have no question in common; play the same questions "
+            "with both, with the same judge"
         )
     return {
         "benchmark": benchmark,
@@ -88,23 +83,22 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
             if identity_a.get(name) != identity_b.get(name)
         },
         "not_shared": len(played_a.keys() ^ played_b.keys()),
-        "unequal_ids": unequal,
         "kinds": {
-            kind: _paired([played_a[id] for id in ids], [played_b[id] for id in ids])
-            for kind, ids in kinds.items()
-            if ids
+            kind: _paired([played_a[key] for key in keys], [played_b[key] for key in keys])
+            for kind, keys in kinds.items()
+            if keys
         },
     }
 
 
 def _played(folder: pathlib.Path) -> dict[str, Line]:
-    lines = latest(read_lines(folder))
-    return {id: line for id, line in lines.items() if "left_out" not in line}
-
-
-def _is_same(first: Line, second: Line) -> bool:
-    """Return whether two lines are about the same question, video and answer."""
-    return all(first[field] == second[field] for field in ("video", "kind", "question"))
+    """Return the lines of the questions that were played, by all that makes a question the same."""
+    lines = latest(read_lines(folder)).values()
+    return {
+        json.dumps([line[field] for field in ("id", "video", "kind", "question")]): line
+        for line in lines
+        if "left_out" not in line
+    }
 
 
 def _paired(lines_a: Sequence[Line], lines_b: Sequence[Line]) -> dict[str, Any]:
@@ -144,19 +138,11 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, comparison: dict[
         f"- A is {first}, B is {second}. Scores are in per cent; intervals are clustered by video."
     ]
     for kind, figures in kinds.items():
-        for run, name in (("A", "first"), ("B", "second")):
-            notes.append(f"- {KINDS[kind]}, only {run}: {_some_of(figures[f'only_{name}_ids'])}")
         if figures["differing_videos"] < FEW_VIDEOS:
             notes.append(
                 f"- warning: scores of {KINDS[kind]} differ on {figures['differing_videos']} of "
                 f"{figures['videos']} videos; the interval is only a rough guide"
             )
-    if comparison["unequal_ids"]:
-        notes.append(
-            f"- warning: {len(comparison['unequal_ids'])} ids stand for different questions and "
-            f"are not compared: {_some_of(comparison['unequal_ids'])}; give every question an id "
-            "of its own"
-        )
     notes += [f"- {name}: A {a!r}, B {b!r}" for name, (a, b) in comparison["made_with"].items()]
     played = f"{count} questions played by both ({comparison['not_shared']} by only one)"
     lines = [f"{title_of(comparison['benchmark'])}: {played}", ""]
@@ -177,8 +163,3 @@ def _cells(kind: str, figures: dict[str, Any]) -> list[str]:
         *(str(figures[outcome]) for outcome in outcomes),
         f"{figures['mcnemar_p']:.3g}",
     ]
-
-
-def _some_of(ids: Sequence[str]) -> str:
-    more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
-    return (", ".join(ids[:SHOWN]) or "none") + more

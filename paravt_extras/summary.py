@@ -101,20 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m paravt_extras.summary", description=__doc__)
     parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of finished runs")
     parser.add_argument("--table-2", action="store_true", help="beside table 2 of the paper")
-    parser.add_argument(
-        "--evaluations",
-        nargs="+",
-        type=pathlib.Path,
-        default=[],
-        metavar="FOLDER",
-        help="with --table-2: finished evaluations of the runs' weights, for the scores",
-    )
     asked = parser.parse_args(argv)
     try:
         if asked.table_2:
-            print(
-                table_2([line for run in asked.runs for line in read_run(run, asked.evaluations)])
-            )
+            print(table_2([line for run in asked.runs for line in read_run(run)]))
         else:
             by_run = {run.name: [figures(read_finished(run)[1])] for run in asked.runs}
             everything = [values for (values,) in by_run.values()]

@@ -1,7 +1,7 @@
-"""Table 2 of the paper beside finished runs: f and kappa over training, and benchmark scores.
+"""Table 2 of the paper, with f and kappa of finished runs beside it.
 
 A run belongs to the line whose settings it has, by its resolved configuration. Other runs stand at
-the end, with what they change.
+the end, with what they change. Benchmark scores of runs are in `rollout.evaluate --table`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from paravt_extras.markdown import table, wrapped
 from paravt_extras.published_scores import COLUMNS
 from paravt_extras.report.result import read_result
 from paravt_jax.data.stored import as_json
-from rollout.evaluation.folder import read_json
-from rollout.evaluation.summary import score_of
 from train.durable.metrics import read_metrics
 from train.durable.run_folder import read_config
 
@@ -57,15 +55,11 @@ class RunLine:
     """Mean of R_fmt as published."""
     kappa: float | None
     """Mean number of executed calls per rollout."""
-    scores: Mapping[str, float]
-    """In per cent, by split."""
     note: str = ""
 
     def cells(self) -> list[str]:
         """Return the figures as the table shows them."""
-        means = ("" if value is None else f"{value:.2f}" for value in (self.f, self.kappa))
-        scores = (self.scores.get(split) for split in TABLE_2_SPLITS)
-        return [*means, *("" if score is None else f"{score:.1f}" for score in scores)]
+        return ["" if value is None else f"{value:.2f}" for value in (self.f, self.kappa)]
 
 
 def changes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,20 +99,14 @@ def read_finished(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]
     return read_config(folder, "RUN"), read_result(folder)
 
 
-def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[RunLine]:
-    """Return the lines of a finished run: its cold start, if measured, its RL, and its evaluations
-    with sequential dispatch.
-
-    Args:
-        folder: the run's directory.
-        evaluations: folders of finished evaluations. Those of the run's weights fill its scores.
+def read_run(folder: pathlib.Path) -> list[RunLine]:
+    """Return the lines of a finished run: its cold start, if measured, and its RL.
 
     Raises an error as `read_finished` does.
     """
     config, result = read_finished(folder)
     rl = config["rl"]
     label = f"{folder.name}, {config['model']['size']}"
-    scores = {name: _scores(folder, evaluations, name) for name in ("parallel", "sequential")}
     # Sampled rollouts on held-out questions.
     cold_start = [
         record
@@ -132,7 +120,7 @@ def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[
             statistics.fmean([record[field] for record in cold_start], counts)
             for field in ("format_reward", "calls")
         )
-        lines.append(RunLine(label, "sft", f, kappa, {} if rl else scores["parallel"]))
+        lines.append(RunLine(label, "sft", f, kappa))
     if rl is None:
         return lines
     steps = [step for step in read_metrics(folder / "metrics.jsonl") if step["phase"] == "rl"]
@@ -142,35 +130,16 @@ def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[
     )
     own = "; ".join(f"{field} {value}" for field, value in changes(config).items())
     note = f"{len(steps)} steps of {rl['prompts']} x {rl['grpo']['group_size']} rollouts; {own}"
-    lines.append(
-        RunLine(label, key_of(config), f, kappa, scores["parallel"], note.removesuffix("; "))
-    )
-    if scores["sequential"]:
-        lines.append(RunLine(label, "sequential", None, None, scores["sequential"]))
-    return lines
-
-
-def _scores(
-    folder: pathlib.Path, evaluations: Sequence[pathlib.Path], dispatch: str
-) -> dict[str, float]:
-    """Return the scores of a run's final weights with this dispatch, in per cent, by split."""
-    scores = {}
-    for evaluation in evaluations:
-        summary = read_json(evaluation / "summary.json")
-        config = summary["config"]
-        own = pathlib.Path(config["settings"]["model"]).resolve() == (folder / "model").resolve()
-        score = score_of(summary)
-        if own and config["identity"]["dispatch"] == dispatch and score is not None:
-            scores[summary["benchmark"]] = 100 * score
-    return scores
+    return [*lines, RunLine(label, key_of(config), f, kappa, note.removesuffix("; "))]
 
 
 def table_2(lines: Sequence[RunLine]) -> str:
     """Format the paper's table with the lines of this project below those they belong to."""
     cells: list[list[str]] = []
     for key, setting in TABLE_2.items():
-        published = RunLine(setting.title, key, setting.f, setting.kappa, setting.scores)
-        cells.append([f"{setting.block}: {setting.title}", *published.cells()])
+        published = RunLine(setting.title, key, setting.f, setting.kappa)
+        scores = [f"{score:.1f}" for score in setting.scores.values()]
+        cells.append([f"{setting.block}: {setting.title}", *published.cells(), *scores])
         cells += [[f"· {line.label}", *line.cells()] for line in lines if line.key == key]
     cells += [[f"· {line.label}, own settings", *line.cells()] for line in lines if not line.key]
     headings = ["", "f", "kappa", *(COLUMNS[split] for split in TABLE_2_SPLITS)]

@@ -33,7 +33,7 @@ from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.foreign import read_srt
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.frames import PixelRules, ReadTask, VideoError
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
     CropCall,
@@ -62,15 +62,11 @@ _GREEDY = EpisodeSettings(frames=64, temperature=0.0)
 _FRAMES = FrameSettings(admission="counted")  # the same question has the same answer
 
 
-def open_reader() -> FrameReader:
-    """Open processes that read the videos of questions."""
-    return FrameReader(ReaderSettings())
-
-
 class Assistant:
     """A model that answers questions about video files.
 
     Encoded frames and the last engines, with their compiled programs, are kept for later questions.
+    Processes that read videos end when the assistant is deleted (`del assistant`) or Python ends.
 
     >>> assistant = Assistant.load("runs/paravt_tiny/model")
     >>> settings = EpisodeSettings(frames=16, temperature=0.0)
@@ -81,8 +77,6 @@ class Assistant:
         vocabulary: The model's tokenizer (`paravt_jax.method.tokenizer.load`).
         protocol: Prompts, tools and limits of the episode.
         frames: Sizes of frames and of their cache.
-        reader: Reads the videos, and is closed by the caller. None: processes of its own, which end
-            when the assistant is deleted (`del assistant`) or Python ends.
     """
 
     def __init__(
@@ -91,12 +85,10 @@ class Assistant:
         vocabulary: Vocabulary,
         protocol: ProtocolSettings | None = None,
         frames: FrameSettings | None = None,
-        reader: FrameReader | None = None,
     ):
-        if reader is None:
-            reader = open_reader()
-            # In a notebook, models come and go in a process that lives for days.
-            weakref.finalize(self, reader.close)
+        reader = FrameReader(ReaderSettings())
+        # In a notebook, models come and go in a process that lives for days.
+        weakref.finalize(self, reader.close)
         features = FrameFeatures(
             model.vision, model.config, frames or _FRAMES, Path("/"), source=reader
         )
@@ -114,7 +106,6 @@ class Assistant:
         source: str | os.PathLike,
         protocol: ProtocolSettings | None = None,
         frames: FrameSettings | None = None,
-        reader: FrameReader | None = None,
         *,
         mesh: Mesh | None = None,
         dtype: DTypeLike = jnp.float32,
@@ -125,20 +116,14 @@ class Assistant:
             source: A folder or a hub id, of a model or of adapters in the format of PEFT.
             protocol: See `Assistant`.
             frames: See `Assistant`.
-            reader: See `Assistant`.
             mesh: See `models.peft_folder.load`, also for the errors.
             dtype: Type of weights and activations.
         """
         gpu.require_type("dtype", dtype)
         folder = local_folder(source)
         model = load(folder, mesh=mesh, dtype=dtype, param_dtype=dtype)
-        return cls(
-            model,
-            tokenizer_file.load(base_folder(folder), family_of(model.config).dialect),
-            protocol,
-            frames,
-            reader,
-        )
+        vocabulary = tokenizer_file.load(base_folder(folder), family_of(model.config).dialect)
+        return cls(model, vocabulary, protocol, frames)
 
     def ask(
         self,
@@ -254,34 +239,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog = command_name("python -m rollout.ask")
     asked = tyro.cli(AskSettings, args=argv, prog=prog, description=__doc__)
     try:
-        with open_reader() as reader:
-            _answer(asked, reader)
+        _answer(asked)
     except USER_ERRORS as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _answer(asked: AskSettings, reader: FrameReader) -> None:
+def _answer(asked: AskSettings) -> None:
     """Ask the question, print the episode, and write the page."""
     settings = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch)
     # All checks come before the weights are read, which takes minutes.
     _require_words(asked.question)
     require_local("--video", asked.video)
+    if not os.path.isfile(asked.video):
+        raise FileNotFoundError(f"--video {asked.video}: no such file; give a video")
     if asked.html:
         require_local("--html", asked.html)
         open(asked.html, "a").close()  # raises OSError if it cannot be written
     subtitles = _read_subtitles(asked.subtitles, asked.dispatch) if asked.subtitles else ()
-    # Only lists the file, so the sizes of frames do not matter.
-    reader.request(ReadTask(asked.video, (), PixelRules())).result()
     tools = ("crop_video", "search_subtitles") if subtitles else ("crop_video",)
     use_cache()
-    assistant = Assistant.load(
-        asked.model,
-        ProtocolSettings(tools=tools),
-        reader=reader,
-        dtype=asked.dtype,
-    )
+    assistant = Assistant.load(asked.model, ProtocolSettings(tools=tools), dtype=asked.dtype)
     # Nothing else is printed until the episode has ended.
     print("answering; the first answer compiles programs, which can take minutes", file=sys.stderr)
     episode = assistant.ask(

@@ -57,7 +57,7 @@ class Evaluator:
     def evaluate(self, weights: Any, name: Literal["before", "after"]) -> None:
         """Play held-out questions under every setting, if there are any.
 
-        With a judge, a file also holds the sums of `JudgeCounts`.
+        With a judge, a file also holds the sums of `RemoteJudge.counts`.
 
         Args:
             weights: The weights to evaluate.
@@ -158,7 +158,7 @@ class Evaluator:
                     for each in played[:_TRANSCRIPTS]
                 ]
             if actor.remote is not None:
-                for counts in hosts.gather(dataclasses.asdict(actor.remote.counts)):
+                for counts in hosts.gather(actor.remote.counts):
                     content["judge"].update(counts)
         return content
 

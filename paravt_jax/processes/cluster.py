@@ -23,7 +23,6 @@ REMEDY = f"start the same command on every host; see {_VARIABLES[0]} in docs/tpu
 """What to do if not all processes join."""
 HEARTBEAT = 100
 """Seconds of silence after which a process counts as dead and the others exit."""
-_SAY = 5.0  # seconds until a process says that it waits for the others
 _SHUTDOWN = 3600  # seconds
 _STDERR = 2  # the file descriptor
 
@@ -53,15 +52,10 @@ def connect(patience: int = 300) -> None:
     if size == "1" and not is_named():
         # JAX would leave one GPU to a cluster of one process.
         return
-    wait = f"waiting up to {patience} s for the other processes; {REMEDY}"
     too_late = f"error: hosts: not all processes joined within {patience} s; {REMEDY}"
-    timers = [
-        threading.Timer(_SAY, print, (wait,), {"file": sys.stderr, "flush": True}),
-        threading.Timer(patience, end, (TEMPORARY, too_late)),
-    ]
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
+    timer = threading.Timer(patience, end, (TEMPORARY, too_late))
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
             # JAX asks the cluster for what is None.
@@ -90,8 +84,7 @@ def connect(patience: int = 300) -> None:
         # For example, one of them was started again while the others still ran.
         end(TEMPORARY, f"error: hosts: joining failed ({_shortened(error)}); {REMEDY}")
     finally:
-        for timer in timers:
-            timer.cancel()
+        timer.cancel()
     # With asynchronous dispatch a CPU runs independent programs at the same time. Collectives of
     # two programs could then start in a different order on each process and deadlock.
     jax.config.update("jax_cpu_enable_async_dispatch", False)

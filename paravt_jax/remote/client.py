@@ -27,6 +27,8 @@ from paravt_jax.method.judge import ServerSettings
 
 FIRST_WAIT = 1.0
 """Upper bound on the seconds before the second attempt. It doubles with each further attempt."""
+LONGEST_WAIT = 20.0
+"""Upper bound on the seconds between two attempts."""
 
 # Upper bound on the bytes of a reply. A longer one is no chat completion.
 _BODY_LIMIT = 4 << 20
@@ -46,7 +48,7 @@ Answer = TypeVar("Answer")
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A chat completion: its text, why it ended, and what the server took out of the text."""
+    """A chat completion: its text, and why it ended."""
 
     text: str | None
     """None if the reply has none."""
@@ -54,8 +56,8 @@ class Choice:
     """The server's value, unchecked; so is the next one."""
     stop_reason: Any
     """The stop string that ended the text, if the server reports it (vLLM and SGLang do)."""
-    thought: str = ""
-    """Reasoning."""
+    parsed: bool = False
+    """Whether the server took reasoning out of the text."""
 
 
 class UnusableReply(Exception):
@@ -84,8 +86,6 @@ class Failure:
     """Whether the deadline of the request ended it."""
     again: bool = True
     """Whether another attempt may succeed."""
-    wait: float = 0.0
-    """Seconds that the server asks to wait before the next attempt."""
 
     def __str__(self) -> str:
         return f"{self.what}; {self.remedy}"
@@ -123,18 +123,16 @@ class Client:
 
     Args:
         settings: Address, key variable, time limits and number of attempts.
-        wait_limit: Upper bound on the seconds between two attempts.
 
     Raises:
         ValueError: The address cannot be used, or the environment contains a key or a proxy that
             cannot be used.
     """
 
-    def __init__(self, settings: ServerSettings, wait_limit: float = 600.0):
+    def __init__(self, settings: ServerSettings):
         key_place = f"the environment variable that {settings.name}.key_variable names"
         check_address(f"{settings.name}.endpoint", settings.endpoint, key_place)
         self._settings = settings
-        self._wait_limit = wait_limit
         self._url = settings.endpoint.rstrip("/") + "/chat/completions"
         self._slots = asyncio.Semaphore(settings.concurrency)
         # httpx would limit each read by itself, so a server that sends a byte now and then could
@@ -198,14 +196,14 @@ class Client:
         """Attempt until one succeeds, with random pauses whose bound doubles each time.
 
         The pause is drawn anew between 0 and its bound ("full jitter"): requests that failed
-        together would otherwise come back together. It is added to what the server asks for.
+        together would otherwise come back together.
         """
         for number in range(self._settings.attempts - 1):
             outcome = await self._attempt(content, read)
             if not isinstance(outcome, Failure) or not outcome.again:
                 return outcome
-            pause = outcome.wait + random.uniform(0, FIRST_WAIT * 2**number)
-            await asyncio.sleep(min(pause, self._wait_limit))
+            pause = random.uniform(0, FIRST_WAIT * 2**number)
+            await asyncio.sleep(min(pause, LONGEST_WAIT))
         return await self._attempt(content, read)
 
     async def _attempt(self, content: bytes, read: Callable[[Choice], Answer]) -> Answer | Failure:
@@ -239,9 +237,8 @@ class Client:
         if not response.is_success:
             # 408 (timeout), 429 (too many requests) and server errors may be temporary.
             again = status in (408, 429) or status >= 500
-            wait = _retry_after(response.headers.get("Retry-After", ""))
             remedy = _REMEDIES.get(status, _LOG)
-            return Failure(f"status {status}{message}", remedy, status, again=again, wait=wait)
+            return Failure(f"status {status}{message}", remedy, status, again=again)
         try:
             return read(_choice(body))
         except UnusableReply as error:
@@ -262,14 +259,9 @@ def _choice(body: bytes) -> Choice:
     try:
         choice = json.loads(body)["choices"][0]
         message = choice["message"]
-        text = message.get("content")
-        thought = message.get("reasoning_content") or message.get("reasoning")
-        return Choice(
-            _joined(text),
-            choice.get("finish_reason"),
-            choice.get("stop_reason"),
-            _joined(thought) or "",
-        )
+        text = _joined(message.get("content"))
+        parsed = bool(message.get("reasoning_content") or message.get("reasoning"))
+        return Choice(text, choice.get("finish_reason"), choice.get("stop_reason"), parsed)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UnusableReply("the reply is not a complete chat completion") from error
 
@@ -302,8 +294,3 @@ def _server_message(body: bytes, key: str) -> str:
     if key:
         message = message.replace(key, "[the key]")
     return f" ({message[:_MESSAGE_LIMIT]})" if message else ""
-
-
-def _retry_after(header: str) -> float:
-    """Return the seconds that a Retry-After header asks to wait; 0 if it is a date."""
-    return float(header) if re.fullmatch(r"\d+(\.\d+)?", header, re.ASCII) else 0.0

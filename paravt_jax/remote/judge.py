@@ -8,7 +8,6 @@ servers do not guarantee equal scores for equal answers.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import json
 import logging
 import re
@@ -28,7 +27,6 @@ Item = tuple[Question, str | None]
 # The judge sees the beginning of a longer answer.
 _ANSWER_CHARS = 2000
 _REPLY_TOKENS = 16
-_WAIT_LIMIT = 20.0  # seconds between two attempts
 
 _RULES = (
     "You grade an answer to a question about a video. The user sends a JSON object: question, "
@@ -46,18 +44,6 @@ _SCORE = re.compile(
     r"[\s*`\"']*(?:(?:score|grade)[\s*]*[:=][\s*]*)?(0(?:\.0+)?|0?\.50*|1(?:\.0+)?)[\s*`\"'.]*",
     re.IGNORECASE,
 )
-
-
-@dataclasses.dataclass
-class JudgeCounts:
-    """Outcomes of one batch: asked == answered + fell_back."""
-
-    asked: int = 0
-    """Different answers to judge."""
-    answered: int = 0
-    """Answers that the judge scored."""
-    fell_back: int = 0
-    """Answers that were scored by F1 instead."""
 
 
 def needs_judge(question: Question, prediction: str | None) -> bool:
@@ -112,7 +98,8 @@ class RemoteJudge:
         settings: The server, the model and the time limits.
 
     Attributes:
-        counts: Outcomes of the latest batch.
+        counts: Outcomes of the latest batch: different answers `asked`, of which some were
+            `answered` by the judge, and the others, which `fell_back`, were scored by F1.
 
     Raises:
         ValueError: The environment contains a key or a proxy that cannot be used.
@@ -120,9 +107,9 @@ class RemoteJudge:
 
     def __init__(self, settings: JudgeSettings):
         self.settings = settings
-        self.counts = JudgeCounts()
+        self.counts = {"asked": 0, "answered": 0, "fell_back": 0}
         self._logged: set[str] = set()
-        self._client = Client(settings, wait_limit=_WAIT_LIMIT)
+        self._client = Client(settings)
 
     def close(self) -> None:
         """Close the connections in the background."""
@@ -145,8 +132,7 @@ class RemoteJudge:
 
     def metrics(self) -> dict[str, float]:
         """Return `counts` as metrics. Metrics of several processes can be added."""
-        counts = dataclasses.asdict(self.counts)
-        return {f"judge/{name}": float(count) for name, count in counts.items()}
+        return {f"judge/{name}": float(count) for name, count in self.counts.items()}
 
     def _judge(self, asked: Sequence[Item]) -> dict[Item, float]:
         """Request all scores concurrently, count the outcomes, and return the scores."""
@@ -165,5 +151,6 @@ class RemoteJudge:
                 # Each cause is logged once; `counts` says how many answers fell back.
                 self._logged.add(outcome.what)
                 _log.warning("judge %s: %s. F1 scores instead", self.settings.endpoint, outcome)
-        self.counts = JudgeCounts(len(asked), len(scores), len(asked) - len(scores))
+        fell_back = len(asked) - len(scores)
+        self.counts = {"asked": len(asked), "answered": len(scores), "fell_back": fell_back}
         return scores

@@ -2,9 +2,8 @@
 
 A request is sent as chat messages that the published template renders to the request's own text.
 The text of the reply is converted to ids. The server does its own tokenization and log-probs are
-unknown (NaN), so this is for evaluation, not for training. A server may take reasoning out of the
-text; it is written into it again, so that the rest of the program sees the text as the model wrote
-it.
+unknown (NaN), so this is for evaluation, not for training. A server must return the text as the
+model wrote it, without a parser for tool calls or reasoning.
 
 Failures are values. If the server refuses a request for its content, the sample has
 `SampleStop.REFUSED`. If it cannot be reached, or sends no usable reply in all attempts, the sample
@@ -161,8 +160,7 @@ class EndpointSampler:
             unread.set_result(("", SampleStop.UNREADABLE, error.reason))
             self._pending[ticket] = (request, [unread] * len(request.seeds))
             return ticket
-        end = self._vocabulary.dialect.end
-        read = functools.partial(_read, begun=bool(chat[-1]["content"]), end=end)
+        read = functools.partial(_read, end=self._vocabulary.dialect.end)
         futures = [
             self._client.ask(
                 body(chat, request.sampling, seed, self._model, self._vocabulary),
@@ -229,18 +227,15 @@ class EndpointSampler:
         )
 
 
-def _read(choice: Choice, begun: bool, end: str) -> _Completion:
+def _read(choice: Choice, end: str) -> _Completion:
     """Return the completion in a successful reply.
-
-    Reasoning that the server took out of the text is written into it again.
 
     Args:
         choice: The reply.
-        begun: Whether the request ends with the opening of the response, `<think>`.
         end: The mark of a turn's end.
 
     Raises:
-        UnusableReply: The reply has no text, or the server reports that it did not finish it.
+        UnusableReply: The text is missing or incomplete, or the server reports that it broke off.
     """
     if choice.finish_reason is None:
         raise UnusableReply("the reply is not a complete chat completion")
@@ -253,14 +248,11 @@ def _read(choice: Choice, begun: bool, end: str) -> _Completion:
         raise UnusableReply(what, "look into the server's log")
     text = choice.text or ""
     # A model may end its turn at once ("").
-    may_be_empty = choice.text is not None and not choice.thought and reason in ("stop", *_CUT)
-    if not text.strip() and not may_be_empty:
-        raise UnusableReply(f"the reply has no text {shown}", _PARSER_REMEDY)
+    may_be_empty = choice.text is not None and reason in ("stop", *_CUT)
+    if choice.parsed or not (text.strip() or may_be_empty):
+        raise UnusableReply(f"the reply has no text, or a part of it {shown}", _PARSER_REMEDY)
     # Some servers also return text that the model wrote after the end of its turn.
     response, ended, _ = text.partition(end)
-    if choice.thought and "</think>" not in response:
-        opening = "" if begun else "<think>\n"
-        response = f"{opening}{choice.thought}\n</think>\n{response}"
     stop_string = choice.stop_reason
     if not ended and reason in _CUT:
         return response, SampleStop.LENGTH, ""

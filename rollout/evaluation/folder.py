@@ -165,7 +165,7 @@ def read_json(file: pathlib.Path) -> Line:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise FolderError(
-            f"{file}: no such file; give a folder such as evaluations/NAME/BENCHMARK"
+            f"{file}: no such file; give a finished evaluation, such as evaluations/NAME/BENCHMARK"
         ) from error
     except ValueError as error:
         raise FolderError(

@@ -30,19 +30,6 @@ THUMBNAIL = 160
 PIXEL_ART = 64
 """Frames up to this size are enlarged in sharp squares instead of being blurred."""
 
-STOPS = {
-    "answered": "answered",
-    "no_answer": "without a call or an answer",
-    "truncated": "at the token limit of a turn",
-    "turn_limit": "at the turn limit, still calling",
-    "token_limit": "at the token limit of the trajectory",
-    "time_limit": "at the time limit",
-    "unreadable": "because the video could not be read",
-    "refused": "because the server refused a request",
-    "failed": "because the server did not answer a request",
-}
-"""Why an episode ended, in words that follow "ended"."""
-
 EXECUTED = ("executed", "clamped")
 """Statuses of calls that were executed."""
 
@@ -73,7 +60,7 @@ def episode_card(run_dir: pathlib.Path, episode: dict[str, Any], unfolded: bool)
         **episode,
         "unfolded": unfolded,
         "facts": _facts(episode, len(turns), calls),
-        "ended": STOPS.get(episode["stop"], episode["stop"]),
+        "ended": episode["stop"].replace("_", " "),
         "rewards": episode.get("rewards", {}),
         "overview": _frames(path, episode["overview"]),
         "timeline": _timeline(_duration(path, episode["overview"]), calls, episode),

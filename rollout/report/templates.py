@@ -32,7 +32,7 @@ def environment(*folders: pathlib.Path) -> jinja2.Environment:
     style = (pathlib.Path(__file__).parent / "report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     templates.globals.update(style=markupsafe.Markup(style), style_hash=f"sha256-{digest}")
-    templates.filters.update(number=number, decimals=decimals, seconds=seconds, plural=plural)
+    templates.filters.update(number=number, seconds=seconds, plural=plural)
     return templates
 
 
@@ -48,13 +48,6 @@ def number(value: float | None) -> str:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}".replace("-", "−")
     return f"{value:.3g}".replace("-", "−")
-
-
-def decimals(value: float | None) -> str:
-    """Format a share or a count with two decimals; a dash for none."""
-    if value is None:
-        return "–"
-    return f"{value:.2f}".replace("-", "−")
 
 
 def seconds(value: float | None) -> str:

@@ -117,10 +117,8 @@ def test_a_process_runs_alone_where_jax_finds_no_others():
 
 
 @pytest.mark.slow
-def test_a_process_whose_others_do_not_come_says_that_it_waits_and_ends():
-    program = (
-        "from paravt_jax.processes import cluster; cluster._SAY = 0.5; cluster.connect(patience=2)"
-    )
+def test_a_process_whose_others_do_not_come_ends():
+    program = "from paravt_jax.processes import cluster; cluster.connect(patience=2)"
     named = {
         "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
         "JAX_NUM_PROCESSES": "2",
@@ -132,8 +130,5 @@ def test_a_process_whose_others_do_not_come_says_that_it_waits_and_ends():
     )
     assert done.returncode == TEMPORARY
     remedy = "start the same command on every host; see JAX_COORDINATOR_ADDRESS in docs/tpu.md"
-    lines = [line for line in done.stderr.splitlines() if remedy in line]
-    assert lines == [
-        f"waiting up to 2 s for the other processes; {remedy}",
-        f"error: hosts: not all processes joined within 2 s; {remedy}",
-    ]
+    last = done.stderr.splitlines()[-1]
+    assert last == f"error: hosts: not all processes joined within 2 s; {remedy}"

@@ -16,7 +16,6 @@ from models.features import FrameSettings
 from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.data import tokenizer_file, video
 from paravt_jax.method.judge import ServerSettings
-from paravt_jax.method.parsing import format_compliant
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import Rewards
@@ -228,7 +227,7 @@ def test_a_reply_cut_at_its_token_limit_is_a_truncated_turn(ask):
         (error(403, "no such plan"), r"status 403 \(.*no such plan.*\); check the key", 1),
         (error(500, "out of memory"), r"status 500 \(.*out of memory.*\); look into", 3),
         (says(None, finish="tool_calls"), "finish_reason 'tool_calls'.*without a parser", 3),
-        (parsed(content="\n", reasoning="I see."), "the reply has no text .*without a parser", 3),
+        (parsed(content="\n", reasoning="I see."), "the reply has no text, .*without a parser", 3),
         (
             says(PLAN[:40], finish="abort"),
             "did not finish the reply",
@@ -259,14 +258,6 @@ def test_a_sub_agent_without_a_reply_ends_the_episode(ask):
     assert "status 500" in episode.reason
     assert [o.status for o in episode.turns[0].calls] == [CallStatus.EXECUTED, CallStatus.FAILED]
     assert len(server.received) == 1 + 1 + 2
-
-
-def test_the_thought_stands_before_an_answer(ask):
-    message = {"content": "<answer>seven</answer>", "reasoning_content": "I see seven."}
-    episode, _ = ask(lambda number, received: parsed(**message))
-    assert episode.turns[0].text == ("<think>\nI see seven.\n</think>\n<answer>seven</answer>")
-    assert episode.answer == "seven"
-    assert format_compliant(episode.turns)
 
 
 REFUSALS = {
@@ -351,15 +342,13 @@ def test_a_deadline_is_kept(images, small_vocabulary):
     assert not sample.ids.size
 
 
-@pytest.mark.parametrize("content", ["\n", None, []])
+@pytest.mark.parametrize("content", ["\n", None, [], "<answer>seven</answer>"])
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_a_reply_without_a_text_is_a_failed_request_and_no_wrong_answer(ask, content, field):
+def test_a_reply_without_its_reasoning_is_a_failed_request_and_no_wrong_answer(ask, content, field):
     reply = parsed(content=content, **{field: "I see."})
     episode, server = ask(lambda number, received: reply, attempts=2)
     assert episode.stop is StopReason.FAILED
-    assert "the reply has no text (finish_reason 'stop')" in episode.reason
     assert "without a parser" in episode.reason
-    assert "\n" not in episode.reason
     assert len(server.received) == 2
 
 
@@ -370,24 +359,18 @@ def test_a_good_text_counts_however_its_end_is_called(ask, finish):
     assert episode.answer == "seven"
 
 
-BROKEN = ["ERROR", "abort"]
-HALVES = {
-    "none": None,
-    "empty": "",
-    "answer": "so\n</think>\n<answer>sev",
-    "call": PLAN[:40],
-}
-
-
 @pytest.mark.parametrize(
     ("text", "finish"),
-    [*((text, "error") for text in HALVES.values()), *(("I see", finish) for finish in BROKEN)],
-    ids=[*HALVES, *BROKEN],
+    [
+        (None, "error"),
+        ("so\n</think>\n<answer>sev", "error"),
+        ("I see", "ERROR"),
+        ("I see", "abort"),
+    ],
 )
 def test_a_reply_that_its_server_broke_off_is_a_failed_request(ask, text, finish):
     episode, server = ask(lambda number, received: says(text, finish), attempts=2)
     assert episode.stop is StopReason.FAILED
     assert episode.answer is None
     assert f"did not finish the reply (finish_reason '{finish}')" in episode.reason
-    assert "look into the server's log" in episode.reason
     assert len(server.received) == 2

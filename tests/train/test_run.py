@@ -87,7 +87,7 @@ def test_the_result_has_a_row_for_every_setting(finished, small):
 
 
 def test_a_finished_run_has_its_lines_of_table_2(finished):
-    start, rl = read_run(finished, [])
+    start, rl = read_run(finished)
     steps = [step for step in read_metrics(finished / "metrics.jsonl") if step["phase"] == "rl"]
     assert rl.f == pytest.approx(sum(step["format_reward"] for step in steps) / len(steps))
     assert start.key == "sft" and start.f is not None and 0 <= start.f <= 1

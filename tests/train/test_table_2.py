@@ -13,8 +13,6 @@ from configs.paravt_8b import paravt_8b
 from configs.table_2 import TABLE_2
 from paravt_extras import summary
 from paravt_extras.table_2 import CHANGES, changes, key_of, read_run, table_2
-from tests.rollout.evaluation.finished import folder as evaluation
-from tests.rollout.evaluation.finished import line as question
 from train.durable.run_folder import FORMAT
 from train.run import resolved
 from train.settings import Run, change
@@ -108,7 +106,7 @@ def test_recipes_quote_the_table():
 
 def test_f_and_kappa_are_means_over_training(tmp_path):
     run = stored(tmp_path / "mine", paravt_8b(), **metrics())
-    start, rl = read_run(run, [])
+    start, rl = read_run(run)
     assert (rl.f, rl.kappa) == pytest.approx((0.4, 0.3))
     # The cold start: rollouts at 0.7 before RL, weighted by their number.
     assert start.key == "sft"
@@ -127,31 +125,10 @@ def test_f_and_kappa_are_means_over_training(tmp_path):
 def test_runs_of_own_settings_stand_at_the_end_with_their_changes(tmp_path):
     own = change(paravt_8b(), "own", {"rl.rewards.tool_turn_cost": 0.2})
     run = stored(tmp_path / "own", own, **metrics(0.6))
-    table = table_2(read_run(run, []))
+    table = table_2(read_run(run))
     assert lines_of(table)["· own, 8b, own settings"][:3] == ["0.60", "0.30", ""]
     assert table.index("own settings") > table.index("sequential dispatch")
     assert "rl.rewards.tool_turn_cost 0.2" in table
-
-
-def test_scores_come_from_evaluations_of_the_runs_own_weights(tmp_path):
-    run = stored(tmp_path / "mine", paravt_8b(), **metrics())
-
-    def evaluated(name: str, model: pathlib.Path, score: float, **fields: Any) -> pathlib.Path:
-        made = evaluation(tmp_path / name, [question("a", score)], **fields)
-        content = json.loads((made / "summary.json").read_text())
-        content["config"]["settings"] = {"model": str(model)}
-        (made / "summary.json").write_text(json.dumps(content))
-        return made
-
-    evaluations = [
-        evaluated("a", run / "model", 1.0),
-        evaluated("b", run / "model", 0.5, benchmark="mlvu", dispatch="sequential"),
-        evaluated("c", tmp_path / "other" / "model", 0.0, benchmark="lvbench"),
-    ]
-    _, rl, sequential = read_run(run, evaluations)
-    assert (rl.key, rl.scores) == ("paravt", {"videomme": 100.0})
-    assert (sequential.key, sequential.scores) == ("sequential", {"mlvu": 50.0})
-    assert sequential.f is None
 
 
 def test_the_command_prints_the_table(tmp_path, capsys):

@@ -109,4 +109,4 @@ def test_the_command_prints_the_table(tmp_path, capsys):
     assert main(["--table", str(run), str(run)]) == 2
     assert "another evaluation of videomme in a folder mine" in capsys.readouterr().err
     assert main(["--table", str(tmp_path)]) == 2
-    assert "no finished evaluation" in capsys.readouterr().err
+    assert "summary.json: no such file" in capsys.readouterr().err
