@@ -92,13 +92,8 @@ def from_first(make: Callable[[], T]) -> T:
         HostsError: On the other processes, if `make` fails on the first one. The first process
             raises the exception itself.
     """
-    made, error = _attempt(make) if is_first() else (None, None)
-    # A failure is sent like a result: the others already wait in gather and would hang.
-    made, failure = gather((made, _described(error)))[0]
-    if error is not None:
-        raise error
-    _raise_failure(failure)
-    return cast(T, made)
+    made = on_all(lambda: make() if is_first() else None)
+    return cast(T, gather(made)[0])
 
 
 def on_all(make: Callable[[], T]) -> T:
@@ -108,7 +103,12 @@ def on_all(make: Callable[[], T]) -> T:
         HostsError: On processes where `make` succeeds, if it fails on others. Those raise the
             exception itself.
     """
-    made, error = _attempt(make)
+    made, error = None, None
+    try:
+        made = make()
+    except Exception as raised:
+        error = raised
+    # A failure is sent like a result: the others already wait in gather and would hang.
     failures = gather(_described(error))
     if error is not None:
         raise error
@@ -159,13 +159,6 @@ def one_after_another(alike: type[BaseException] | None = None) -> Iterator[None
 
 # An exception as text and exit code, because not every exception can be pickled.
 _Failure = tuple[str, int]
-
-
-def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return make(), None
-    except Exception as error:
-        return None, error
 
 
 def _described(error: BaseException | None) -> _Failure | None:

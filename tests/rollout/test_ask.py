@@ -109,15 +109,6 @@ def test_unreadable_videos_and_bad_questions_are_refused(assistant, small_world,
         assistant.ask(small_world.folder / small_world.videos[0].path, " \n")
 
 
-def test_a_time_limit_ends_the_episode(assistant, small_world):
-    video = small_world.folder / small_world.videos[0].path
-    episode = assistant.ask(video, TEXT, EpisodeSettings(4, 0.0, seconds=1e-9))
-    assert episode.stop is StopReason.TIME_LIMIT
-    assert episode.answer is None
-    assert episode.turns == ()
-    assert assistant.ask(video, TEXT, EpisodeSettings(4, 0.0)).stop is not StopReason.TIME_LIMIT
-
-
 def test_after_an_interrupt_the_same_question_has_the_same_answer(
     new_assistant, engines, small_world, monkeypatch
 ):
