@@ -53,10 +53,10 @@ def download(name: str, folder: pathlib.Path) -> None:
             archives = _fetch(benchmark, folder)
             write_atomically(complete, "\n".join(archives))
         # Those that a killed command has not deleted must not be fetched again.
-        for name in complete.read_text(encoding="utf-8").splitlines():
-            (folder / name).unlink(missing_ok=True)
-        if benchmark.elsewhere:
-            _unpack_own(benchmark, folder)
+        for archive in complete.read_text(encoding="utf-8").splitlines():
+            (folder / archive).unlink(missing_ok=True)
+    if benchmark.elsewhere:
+        _say(f"{name}: its videos are not on the hub; unpack {benchmark.elsewhere} in {folder}")
     _say(f"{name}: complete; evaluate with --benchmark {name} --data {folder}")
 
 
@@ -109,18 +109,6 @@ def _natural(name: str) -> list[str | int]:
     """Return a key that sorts 2 before 10."""
     pieces = re.split(r"(\d+)", name)
     return [int(piece) if n % 2 else piece for n, piece in enumerate(pieces)]
-
-
-def _unpack_own(benchmark: Benchmark, folder: pathlib.Path) -> None:
-    """Unpack archives that the user has put into the folder. They are kept."""
-    archives = [file.name for file in folder.iterdir() if file.name.lower().endswith(SUFFIXES)]
-    for name in archives:
-        unpack(name, folder, folder)
-    if not archives:
-        _say(
-            f"{benchmark.name}: its videos are not on the hub; put {benchmark.elsewhere} into "
-            f"{folder} and repeat the command, or unpack it there"
-        )
 
 
 def _say(line: str) -> None:

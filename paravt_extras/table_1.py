@@ -33,7 +33,7 @@ def table_1(folders: Sequence[pathlib.Path]) -> str:
     for group, models in itertools.groupby(TABLE_1, lambda model: model.group):
         lines.append([f"paper, {group}"])
         for model in models:
-            average = model.published_average or mean_of_complete([*model.scores.values()])
+            average = mean_of_complete([*model.scores.values()])
             cells: list[Cell | None] = [model.scores.get(split) for split in splits]
             lines.append([model.name, *map(_cell, cells), _cell(average)])
     lines.append(["this project"])

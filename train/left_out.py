@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from paravt_jax.data.preparation import LEFT_OUT, SET
 from paravt_jax.processes import hosts
@@ -14,62 +14,49 @@ from train.settings import Run
 
 _NAMED = 20  # largest number of videos to print by name
 
-Counts = dict[str, collections.Counter[str]]
-"""Examples per source, by the reason why they are not used; the others are under `kept`."""
-
 
 class LeftOutError(UserError):
     """More examples or videos than allowed are left out; the message names them."""
 
 
-def count_examples(
-    kept: Mapping[str, Mapping[str, int]], further: Iterable[tuple[str, str]] = ()
-) -> Counts:
-    """Count the examples of each source.
+def describe(source: str, counts: collections.Counter[str]) -> str:
+    """Return a line about the rows of a source.
 
     Args:
-        kept: The counts of a prepared set.
-        further: Source and reason of each prepared example that the run leaves out itself.
+        source: Its name.
+        counts: Its rows, by the reason why they are not used, or as `kept`.
     """
-    sources = {source: collections.Counter(counts) for source, counts in kept.items()}
-    for source, reason in further:
-        sources[source]["kept"] -= 1
-        sources[source][reason] += 1
-    return sources
+    reasons = [f"{n:,} {reason}" for reason, n in counts.most_common() if reason != "kept"]
+    line = f"{source}: {counts['kept']:,} of {counts.total():,} rows are used"
+    return f"{line}; left out: {', '.join(reasons)}" if reasons else line
 
 
-def describe_counts(sources: Counts) -> str:
-    """Return a table in plain text, one line per source."""
-    width = max(map(len, ["source", *sources]))
-    lines = [f"{'source':{width}}  {'rows':>9}  {'used':>9}  left out"]
-    for source, counts in sources.items():
-        line = f"{source:{width}}  {counts.total():>9,}  {counts['kept']:>9,}  {_reasons(counts)}"
-        lines.append(line.rstrip())
-    return "\n".join(lines)
+def require_examples(
+    run: Run, sources: Mapping[str, collections.Counter[str]], folder: pathlib.Path
+) -> None:
+    """Print the counts of each source (see `describe`), and raise an error if too much is left out.
 
+    Args:
+        run: `max_left_out` is the limit of each source.
+        sources: The counts.
+        folder: The folder of the prepared set.
 
-def require_examples(run: Run, sources: Counts, folder: pathlib.Path) -> None:
-    """Raise LeftOutError if a source has lost a larger share of its examples than allowed.
-
-    `folder` holds the prepared set.
+    Raises:
+        LeftOutError: A source has lost a larger share of its examples than allowed.
     """
+    if hosts.is_first():
+        print("\n".join(describe(source, counts) for source, counts in sources.items()))
     lost = [
-        f"{source} ({counts.total() - counts['kept']:,} of {counts.total():,} rows: "
-        f"{_reasons(counts)})"
+        describe(source, counts)
         for source, counts in sources.items()
         if counts.total() - counts["kept"] > run.max_left_out * counts.total()
     ]
     if lost:
         raise LeftOutError(
-            f"max_left_out: {run.max_left_out:g}; a larger share is left out of {'; '.join(lost)}. "
+            f"max_left_out: {run.max_left_out:g}; a larger share is left out of {'. '.join(lost)}. "
             f"See {folder / LEFT_OUT}; mend or remove these files, delete {folder / SET} and "
             "prepare again, or allow a larger share with --max-left-out"
         )
-
-
-def _reasons(counts: collections.Counter[str]) -> str:
-    """Return the reasons with their counts, the most frequent first."""
-    return ", ".join(f"{n:,} {reason}" for reason, n in counts.most_common() if reason != "kept")
 
 
 def note_unreadable(run: Run, data: Data, own: dict[str, str]) -> None:

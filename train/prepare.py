@@ -38,21 +38,25 @@ from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.data.sources import fetch, media_root
 from paravt_jax.data.stored import lock
 from paravt_jax.data.workers import Workers
+from paravt_jax.method.conversations import Clip, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
+from paravt_jax.progress import Progress
+from paravt_jax.world import text as world_text
+from paravt_jax.world import videos as world_videos
+from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from paravt_jax.world.vocabulary import world_vocabulary
-from rollout.engine.sizing import overview_tokens
+from rollout.engine.sizing import REQUEST_TOKENS, overview_tokens
 from train.cli import parse
 from train.data import Data
-from train.left_out import count_examples, describe_counts, require_examples
+from train.left_out import require_examples
 from train.model_folder import copy_tokenizer
 from train.published_data import DataSettings, hold_out
 from train.settings import Run
-from train.world_data import prepare_world, require_bounds
 
 
 def prepare(
@@ -86,8 +90,73 @@ def prepare(
         raise ValueError(
             f"{run.name}: neither data nor world is set; use a recipe with one of them"
         )
-    prepare_world(run, folder, check)
-    return _open_world(run, run.world, folder)
+    return _prepare_world(run, run.world, run.text, folder, check)
+
+
+def _prepare_world(
+    run: Run,
+    world: WorldSettings,
+    texts: TextSettings,
+    folder: pathlib.Path,
+    check: Callable[[], None],
+) -> Data:
+    """Store the records of the small world, and render its videos."""
+    if not run.model.path and not (folder / "tokenizer" / tokenizer_file.FILE).exists():
+        tokenizer_file.save(world_vocabulary(run.protocol, run.model.dialect), folder / "tokenizer")
+    vocabulary = _copied_vocabulary(run, folder)
+    if not datasets.is_prepared(folder / "records"):
+        datasets.write_splits(folder / "records", _world_records(run, world, texts, vocabulary))
+    stored = datasets.open_splits(folder / "records")
+    splits: dict[str, Any] = {name: tuple(split) for name, split in stored.items()}
+    data = Data(
+        root=folder / "videos",
+        vocabulary=vocabulary,
+        heldout=splits.pop("heldout")[: run.evaluation.questions],
+        lengths=tuple(conversation.tokens for conversation in splits["conversations"]),
+        videos=world.train_videos + world.heldout_videos,
+        sizes=((world.size, world.size),),
+        **splits,
+    )
+    # Texts come first: if they need more room, the run fails before it renders any video.
+    _, too_long = _without_long_questions(run, data, world_videos.SECONDS)
+    if too_long:
+        raise ValueError(
+            f"protocol.text_tokens: {run.protocol.text_tokens}; {len(too_long)} questions of the "
+            "small world do not fit beside the system turn: give more"
+        )
+    with Progress("render videos", "video", shown=hosts.is_first()) as progress:
+
+        def report(done: int, total: int) -> None:
+            progress.update(done, total)
+            check()
+
+        world_videos.render(world, data.root, report)
+    return data
+
+
+def _world_records(
+    run: Run, world: WorldSettings, texts: TextSettings, vocabulary: Vocabulary
+) -> dict[str, Sequence[datasets.Record]]:
+    """Compose the records of the small world by split; takes some seconds for a thousand videos."""
+    rules = Protocol(vocabulary, run.protocol)
+    videos = world_videos.plan(world)
+    training = world_videos.of_split(videos, "train")
+
+    def frame_tokens(clip: Clip) -> int:
+        return run.crop_frame_tokens if clip.crop else run.frame_tokens
+
+    return {
+        "questions": [*world_text.questions(training, texts)],
+        "heldout": [*world_text.questions(world_videos.of_split(videos, "heldout"), texts)],
+        "conversations": [
+            dataclasses.replace(written, tokens=len(render(written, rules, frame_tokens).ids))
+            for written in (
+                *world_text.main_conversations(training, texts),
+                *world_text.window_conversations(training, texts, run.protocol),
+            )
+        ],
+        "captions": [*world_text.captions(training, texts)],
+    }
 
 
 def _prepare_examples(
@@ -104,7 +173,6 @@ def _prepare_examples(
     prepared = prepare_set(run, settings, home, check, questions)
     summary = prepared.summary
     training, heldout = hold_out(tuple(prepared.questions), run.evaluation.questions)
-    sizes = (name.split("x") for name in summary["sizes"])
     data = Data(
         root=prepared.root,
         vocabulary=_copied_vocabulary(run, folder),
@@ -113,24 +181,25 @@ def _prepare_examples(
         conversations=prepared.conversations,
         lengths=tuple(summary["lengths"]),
         videos=len(prepared.questions) + len(prepared.conversations),
-        sizes=tuple((int(height), int(width)) for width, height in sizes),
+        sizes=tuple((height, width) for height, width in summary["sizes"]),
         digest=prepared.digest,
     )
-    too_long: list[tuple[str, str]] = []
+    counts = prepared.counts()
+
+    def leave_out(source: str, reason: str) -> None:
+        counts[source].update({"kept": -1, reason: 1})
+
     # SFT alone asks no questions, so their lengths do not matter to it.
     if run.rl is not None or data.heldout:
-        data, ids = _without_long_questions(run, data, summary["longest"])
-        sources = [OWN if questions is not None else split_of(id.rpartition(":")[0]) for id in ids]
-        too_long += [(source, "longer than protocol.text_tokens") for source in sources]
+        data, too_long = _without_long_questions(run, data, summary["longest"])
+        for question in too_long:
+            table = pathlib.PurePath(question.rpartition(":")[0]).name
+            source = OWN if questions is not None else split_of(table)
+            leave_out(source, "longer than protocol.text_tokens")
     if run.sft is not None:
-        too_long += [
-            (conversation.source, "longer than sft.row_tokens")
-            for conversation in data.conversations
-            if conversation.tokens > run.sft.row_tokens
-        ]
-    counts = count_examples(summary["sources"], too_long)
-    if hosts.is_first():
-        print(describe_counts(counts))
+        for conversation in data.conversations:
+            if conversation.tokens > run.sft.row_tokens:
+                leave_out(conversation.source, "longer than sft.row_tokens")
     require_examples(run, counts, home)
     return data
 
@@ -238,10 +307,19 @@ def _without_long_questions(run: Run, data: Data, longest: float) -> tuple[Data,
         The data, and the ids of the questions that are left out.
 
     Raises:
-        ValueError: If no question is left to train on, or to evaluate with.
+        ValueError: If no question is left to train on, or to evaluate with, or if the tokenizer
+            needs more tokens than are reserved.
     """
     rules = Protocol(data.vocabulary, run.protocol)
-    require_bounds(run, rules.measure_label(longest), len(rules.window((), 0).ids))
+    for text, needed, reserved in (
+        ("a frame's timestamp and vision marks", rules.measure_label(longest), run.label_tokens),
+        ("a sub-agent's request", len(rules.window((), 0).ids), REQUEST_TOKENS),
+    ):
+        if needed > reserved:
+            raise ValueError(
+                f"model.path: {run.model.path}; its tokenizer needs {needed} tokens for {text}, "
+                f"but only {reserved} are reserved: use that of a supported model"
+            )
     if run.rl is not None and not data.questions:
         raise ValueError(
             "data: no question to train on; give rl files in data.annotations, "
@@ -266,23 +344,6 @@ def _without_long_questions(run: Run, data: Data, longest: float) -> tuple[Data,
     return dataclasses.replace(data, questions=training, heldout=heldout), too_long
 
 
-def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
-    if not run.model.path and not (folder / "tokenizer" / tokenizer_file.FILE).exists():
-        tokenizer_file.save(world_vocabulary(run.protocol, run.model.dialect), folder / "tokenizer")
-    stored = datasets.open_splits(folder / "records")
-    splits: dict[str, Any] = {name: tuple(split) for name, split in stored.items()}
-    heldout = splits.pop("heldout")[: run.evaluation.questions]
-    return Data(
-        root=folder / "videos",
-        vocabulary=_copied_vocabulary(run, folder),
-        heldout=heldout,
-        lengths=tuple(conversation.tokens for conversation in splits["conversations"]),
-        videos=world.train_videos + world.heldout_videos,
-        sizes=((world.size, world.size),),
-        **splits,
-    )
-
-
 def _copied_vocabulary(run: Run, folder: pathlib.Path) -> Vocabulary:
     """Return the vocabulary of the run's model, whose tokenizer is copied to the run's folder."""
     if run.model.path:
@@ -300,10 +361,9 @@ def main(argv: list[str] | None = None) -> int:
                 "data, such as paravt_8b (your own questions need no preparation: train on them)"
             )
         folder = pathlib.Path(run.data.folder)
-        counts = count_examples(prepare_set(run, run.data, folder).summary["sources"])
-        print(describe_counts(counts))
+        prepared = prepare_set(run, run.data, folder)
         print(f"{folder / LEFT_OUT} lists the rows that are left out, with reasons")
-        require_examples(run, counts, folder)
+        require_examples(run, prepared.counts(), folder)
     except KeyboardInterrupt:
         print("\nstopped; the same command continues", file=sys.stderr)
         return 130

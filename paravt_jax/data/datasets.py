@@ -90,8 +90,6 @@ class Split(Sequence[Any]):
         return len(self._source)
 
     def __getitem__(self, index):
-        if isinstance(index, slice):
-            return tuple(self[n] for n in range(*index.indices(len(self))))
         # The range converts a negative index, and raises IndexError for one out of bounds.
         number = range(len(self))[index]
         try:

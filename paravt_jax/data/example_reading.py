@@ -28,7 +28,6 @@ from paravt_jax.data.published import (
     read_conversation,
     read_question,
     require_earnable,
-    require_in_video,
 )
 from paravt_jax.data.workers import DeadlineError
 from paravt_jax.method.conversations import Clip, Conversation, render
@@ -127,8 +126,6 @@ def _record(example: Example, checker: VideoChecker) -> Question | Conversation:
         question = read_question(example.content, example.id)
     require_earnable(question)
     checker(question.video, False, None)
-    # A picture has no duration.
-    require_in_video(question, checker.seconds.get(question.video, 0.0))
     return question
 
 
@@ -152,7 +149,8 @@ class VideoChecker:
 
         Raises:
             VideoError: The file cannot be read.
-            Refused: The window is outside the video, or the frames are too narrow to be resized.
+            Refused: The window is outside the video.
+            ValueError: The frames are too narrow to be resized.
         """
         file = str(join(self.reading.root, path))
         info = _probe(file)
@@ -174,10 +172,7 @@ class VideoChecker:
             still=still,
             crop=call is not None and not still,
         )
-        try:
-            self.reading.tokens(clip)
-        except ValueError as error:
-            raise Refused(Reason.UNREADABLE, f"{path}: {error}") from error
+        self.reading.tokens(clip)
         self.sizes[path] = (info.height, info.width)
         return clip
 

@@ -56,7 +56,7 @@ _RECORDS = "records"
 # Fields of an outcome in `LEFT_OUT`.
 _LISTED = ("id", "source", "reason", "detail")
 # Part of every set. Change it whenever the same files give other records.
-_FORMAT = 5
+_FORMAT = 6
 _OUTCOME = pydantic.TypeAdapter(Outcome)
 
 
@@ -65,8 +65,8 @@ class Summary(TypedDict):
 
     sources: dict[str, dict[str, int]]
     """Examples of each source, by the reason why they are left out, or as `kept`."""
-    sizes: dict[str, int]
-    """Videos and pictures by width x height in pixels, the most frequent first."""
+    sizes: list[list[int]]
+    """The different (height, width) of videos and pictures in pixels, the most frequent first."""
     longest: float
     """Duration of the longest video, in seconds."""
     lengths: list[int]
@@ -115,33 +115,34 @@ class Prepared:
     summary: Summary
     digest: str
 
+    def counts(self) -> dict[str, collections.Counter[str]]:
+        """Return the examples of each source, by the reason why they are left out, or as `kept`."""
+        return {name: collections.Counter(n) for name, n in self.summary["sources"].items()}
+
 
 def examples_of_tables(folder: pathlib.Path) -> Examples:
     """Open the parquet files below a folder, in the order of their paths.
 
     Raises:
         FileNotFoundError: There are none.
-        ValueError: Two have the same name, or one is not in the published format.
+        ValueError: One is not in the published format.
     """
     files = sorted(folder.rglob("*.parquet"))
     if not files:
         raise FileNotFoundError(
             f"{folder}: no parquet files; give the folder of ParaVT/ParaVT-Parquet"
         )
-    names = collections.Counter(path.name for path in files)
-    repeated = ", ".join(name for name, count in names.items() if count > 1)
-    if repeated:
-        raise ValueError(
-            f"{folder}: the names {repeated} occur twice, and ids begin with them; keep one of each"
-        )
-    tables = [open_table(path) for path in files]
+    # Tables in different folders may have the same name, and an id names one example.
+    tables = {
+        path.relative_to(folder).with_suffix("").as_posix(): open_table(path) for path in files
+    }
     examples = (
-        Example(f"{table.path.stem}:{number}", table.split, columns)
-        for table in tables
+        Example(f"{name}:{number}", table.split, columns)
+        for name, table in tables.items()
         for number, columns in enumerate(read_table(table))
     )
-    sizes = {table.path.name: [table.count, table.path.stat().st_size] for table in tables}
-    return Examples(sizes, sum(table.count for table in tables), examples)
+    sizes = {name: [table.count, table.path.stat().st_size] for name, table in tables.items()}
+    return Examples(sizes, sum(table.count for table in tables.values()), examples)
 
 
 def examples_of_questions(questions: Sequence[Question]) -> Examples:
@@ -285,7 +286,7 @@ def _records(work: pathlib.Path, kind: type) -> Iterator[Any]:
 def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
     """Write the records and the examples that are left out, and return the counts."""
     sources = collections.defaultdict(collections.Counter[str])
-    sizes: collections.Counter[str] = collections.Counter()
+    sizes: collections.Counter[tuple[int, int]] = collections.Counter()
     kinds: set[type] = set()
     lengths = []
     longest = 0.0
@@ -299,24 +300,22 @@ def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
         kinds.add(type(outcome.record))
         if isinstance(outcome.record, Conversation):
             lengths.append(outcome.record.tokens)
-        sizes.update(f"{width}x{height}" for height, width in outcome.sizes)
+        sizes.update(outcome.sizes)
         longest = max(longest, outcome.longest)
     write_atomically(folder / LEFT_OUT, "".join(left_out))
     if not kinds:
         # Otherwise the same ones would be left out again, after the files were mended.
         work.unlink()
-        reasons = sum(sources.values(), collections.Counter[str]())
-        named = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         raise ValueError(
-            f"{folder}: none of {len(left_out)} rows can be used ({named or 'there are no rows'}); "
-            f"see {folder / LEFT_OUT}, mend them, and prepare again"
+            f"{folder}: none of {len(left_out)} rows can be used; see their reasons in "
+            f"{folder / LEFT_OUT}, mend them, and prepare again"
         )
     names: dict[type, str] = {Question: "questions", Conversation: "conversations"}
     splits = {name: _records(work, kind) for kind, name in names.items() if kind in kinds}
     datasets.write_splits(folder / _RECORDS, splits)
     return Summary(
         sources={source: dict(reasons) for source, reasons in sources.items()},
-        sizes=dict(sizes.most_common()),
+        sizes=[list(size) for size, _ in sizes.most_common()],
         longest=longest,
         lengths=lengths,
     )

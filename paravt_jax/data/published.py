@@ -25,8 +25,8 @@ import pydantic
 import pydantic_core
 
 from paravt_jax.data import foreign
-from paravt_jax.data.question_files import split_options
-from paravt_jax.method.accuracy import accuracy, chosen_option, read_range
+from paravt_jax.data.question_files import Span
+from paravt_jax.method.accuracy import accuracy, read_range
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.parsing import block_spans, extract_answer, find_tags, parse_calls
 from paravt_jax.method.protocol import PINNED, VIDEO_NAME, ProtocolSettings, render_call
@@ -40,6 +40,8 @@ SFT_COLUMNS = ("messages",)
 _FILE_NAME = re.compile(r"paravt_(?:sft|rl)_(.+?)(?:_\d+k\d*)?")
 # The name under which texts mention a picture. The first video is `VIDEO_NAME`.
 _PICTURE_NAME = "image.jpg"
+# A call's argument that names a picture, or another video than the first.
+_OTHER_FILE = re.compile(r'"(?:image(?:_\d+)?\.jpg|video_\d+\.mp4)"')
 # Marks the place of a file in the published texts. The protocol places files itself.
 _PLACEHOLDER = re.compile(r"<(?:video|image)>\n?")
 # Forbidden in a response. Special tokens would end its turn when it is rendered, and an agent
@@ -48,11 +50,6 @@ _FOREIGN = re.compile(r"<\|\w+\|>|</?tool_response>|<tool_code>")
 _END_MARK = re.compile(r"\s*<\|\w+\|>$")
 _RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
 _RESPONSE_TAG = re.compile(f"({'|'.join(_RESPONSE_TAGS)})")
-# An answer inside the video that earns less than this has missed the span. Published spans may end
-# a little after their video, because they were measured on another copy of it.
-_LEAST_OVERLAP = 0.5
-# More than 30 years.
-_MOST_SECONDS = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +86,15 @@ class _Item(pydantic.BaseModel):
         return _File(local_path(file.url), self.type == "image_url")
 
 
+def _as_items(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 class _Message(pydantic.BaseModel):
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | Annotated[list[_Item], pydantic.Field(min_length=1)]
+    content: Annotated[
+        list[_Item], pydantic.Field(min_length=1), pydantic.BeforeValidator(_as_items)
+    ]
 
 
 class _Video(pydantic.BaseModel):
@@ -102,8 +105,8 @@ class _About(pydantic.BaseModel):
     """What `extra_info` tells of a question."""
 
     question_type: QuestionKind = QuestionKind.OPEN_ENDED
-    answer: str | int | float | list[Any] | None = None
-    evidence: tuple[pydantic.StrictFloat, pydantic.StrictFloat] | None = None
+    answer: pydantic.JsonValue = None
+    evidence: Span | None = None
     """When the video shows the answer, in seconds. Only drawn scenes say it."""
 
 
@@ -120,7 +123,7 @@ class _QuestionColumns(pydantic.BaseModel):
     """The columns of an rl file."""
 
     prompt: _Messages
-    videos: Annotated[list[_Video], pydantic.Field(min_length=1)]
+    videos: tuple[_Video]
     extra_info: Annotated[_About, pydantic.BeforeValidator(_from_json)]
 
 
@@ -144,7 +147,6 @@ class Reason(enum.StrEnum):
     BROKEN = "broken row"
     NO_ANSWER = "no answer"
     IMPOSSIBLE = "impossible answer"
-    NO_OPTION = "names none of its options"
     PROTOCOL = "not in the protocol"
     MISSING = "missing video"
     UNREADABLE = "unreadable video"
@@ -183,8 +185,6 @@ def open_table(path: pathlib.Path) -> Table:
     Raises:
         ValueError: It is not a parquet file, or has neither the columns of rl nor of sft files.
     """
-    with foreign.open_regular(path) as file:
-        foreign.require_content(path, file.read(64))
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = set(file.schema_arrow.names)
@@ -253,92 +253,36 @@ def read_question(columns: Mapping[str, Any], id: str) -> Question:
     """
     read = _checked(_QuestionColumns, columns)
     turns = [turn for turn in read.prompt if turn.role != "system"]
-    if [turn.role for turn in turns] != ["user"] or not isinstance(turns[0].content, str):
+    asked = [item.part for turn in turns if turn.role == "user" for item in turn.content]
+    if len(turns) != 1 or len(asked) != 1 or not isinstance(asked[0], str):
         raise Refused(Reason.BROKEN, "prompt is not one user turn of text")
-    if len(read.videos) != 1:
-        raise Refused(Reason.PROTOCOL, "a question needs exactly one video")
     path = local_path(read.videos[0].video)
-    text = _PLACEHOLDER.sub("", turns[0].content)
+    text = _PLACEHOLDER.sub("", asked[0])
     text = _hide_paths(text, {path: VIDEO_NAME}).strip()
     if not text:
         raise Refused(Reason.BROKEN, "the question is empty")
     about = read.extra_info
-    evidence = about.evidence
-    if evidence is not None and not 0 <= evidence[0] <= evidence[1] < _MOST_SECONDS:
-        raise Refused(Reason.BROKEN, f"evidence is {evidence}, not a span in seconds")
-    kind = about.question_type
-    return Question(id, path, text, kind, _answer(about.answer, kind), evidence=evidence)
+    answer = _answer(about.answer)
+    return Question(id, path, text, about.question_type, answer, evidence=about.evidence)
 
 
-def _answer(answer: Any, kind: QuestionKind) -> str:
+def _answer(answer: pydantic.JsonValue) -> str:
     """Return the answer as text. Numbers and lists, such as the span of a grounding question, as
     JSON."""
-    if answer is None:
-        answer = ""
-    if not isinstance(answer, str):
-        # A column may hold bytes, dates and decimals, which JSON cannot.
-        try:
-            answer = json.dumps(answer)
-        except (TypeError, ValueError) as error:
-            raise Refused(Reason.BROKEN, f"the answer is not JSON ({error})") from error
-    text = answer.strip()
-    if not text or text == "[]":
+    text = (answer if isinstance(answer, str) else json.dumps(answer)).strip()
+    if text in ("", "[]", "null"):
         raise Refused(Reason.NO_ANSWER, "the answer is empty")
-    if kind is QuestionKind.TEMPORAL_GROUNDING and read_range(text) is None:
-        raise Refused(Reason.NO_ANSWER, "the answer is not a span of time")
     return text
 
 
 def require_earnable(question: Question) -> None:
-    """Check that an answer could earn the reward, as far as that needs no video.
-
-    A multiple-choice answer that names none of its options could be earned only by its own words.
-
-    Raises:
-        Refused: The answer names none of the options, or is a reversed or empty span, or no word
-            at all. Options are lines at the end of the text; others are not checked.
-    """
-    answer = question.answer
-    if question.kind is QuestionKind.MULTIPLE_CHOICE:
-        _, options = split_options(question.text)
-        if options and chosen_option(answer, options) is None:
-            raise Refused(Reason.NO_OPTION, f"{answer[:80]!r} is none of {len(options)} options")
-    if question.kind is QuestionKind.TEMPORAL_GROUNDING:
-        start, end = _span(question)
-        if start >= end:
-            raise Refused(Reason.IMPOSSIBLE, "the span is reversed or empty")
-    if accuracy(question, answer) == 0:
-        raise Refused(Reason.IMPOSSIBLE, f"{answer[:80]!r} earns no reward itself")
-
-
-def require_in_video(question: Question, duration: float) -> None:
-    """Check the span of a grounding question against its video.
-
-    An answer inside the video overlaps the span by at most the share of it that is in the video.
-
-    Args:
-        question: The question.
-        duration: Duration of the video in seconds; 0 for a picture.
-
-    Raises:
-        Refused: Less than half of the span is in the video, or the answer is no span.
-    """
-    if question.kind is not QuestionKind.TEMPORAL_GROUNDING:
-        return
-    start, end = _span(question)
-    inside = min(end, duration) - max(start, 0.0)
-    if inside < _LEAST_OVERLAP * (end - start):
-        raise Refused(
-            Reason.IMPOSSIBLE,
-            f"less than half of the span {start:g} to {end:g} s is in its video ({duration:.1f} s)",
-        )
-
-
-def _span(question: Question) -> tuple[float, float]:
+    """Raise Refused if no answer could earn the reward."""
     span = read_range(question.answer)
-    if span is None:
-        raise Refused(Reason.IMPOSSIBLE, f"the answer {question.answer[:80]!r} is no span")
-    return span
+    grounding = question.kind is QuestionKind.TEMPORAL_GROUNDING
+    if grounding and (span is None or span[0] >= span[1]):
+        raise Refused(Reason.IMPOSSIBLE, f"{question.answer[:80]!r} is no span of time")
+    if accuracy(question, question.answer) == 0:
+        raise Refused(Reason.IMPOSSIBLE, f"{question.answer[:80]!r} earns no reward itself")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,9 +312,9 @@ def read_conversation(
         Refused: The example is broken, or the protocol cannot express it.
         VideoError: From `look`.
     """
-    messages, names = _read_messages(_checked(_ConversationColumns, columns).messages)
+    messages = _read_messages(_checked(_ConversationColumns, columns).messages)
     split = [turn for message in messages if message.role != "system" for turn in _split(message)]
-    turns = _arrange(split, limits, [name for name in names if name != VIDEO_NAME])
+    turns = _arrange(split, limits)
     shown_files = [part for turn in turns for part in turn.parts if isinstance(part, _File)]
     main_video = next((file.path for file in shown_files if not file.picture), None)
 
@@ -400,18 +344,9 @@ def _offers_tools(messages: Sequence[_Turn], turns: Sequence[_Turn]) -> bool:
     return "crop_video" in " ".join(texts) or any(turn.role == "tool" for turn in turns)
 
 
-def _read_messages(messages: Sequence[_Message]) -> tuple[list[_Turn], list[str]]:
-    """Read roles, texts and files. File paths in texts become the names that the model uses.
-
-    Returns:
-        The messages and the names.
-    """
-    contents: list[list[_Part]] = [
-        [message.content]
-        if isinstance(message.content, str)
-        else [item.part for item in message.content]
-        for message in messages
-    ]
+def _read_messages(messages: Sequence[_Message]) -> list[_Turn]:
+    """Read roles, texts and files. File paths in texts become the names that the model uses."""
+    contents = [[item.part for item in message.content] for message in messages]
     files = [part for parts in contents for part in parts if isinstance(part, _File)]
     pictures = _numbered(_PICTURE_NAME, [file.path for file in files if file.picture])
     videos = _numbered(VIDEO_NAME, [file.path for file in files if not file.picture])
@@ -423,7 +358,7 @@ def _read_messages(messages: Sequence[_Message]) -> tuple[list[_Turn], list[str]
             for part in parts
         ]
         read.append(_Turn(message.role, shown))
-    return read, list(names.values())
+    return read
 
 
 def _numbered(name: str, paths: Sequence[str]) -> dict[str, str]:
@@ -433,32 +368,26 @@ def _numbered(name: str, paths: Sequence[str]) -> dict[str, str]:
     return dict(zip(dict.fromkeys(paths), names, strict=False))
 
 
-def _split(message: _Turn) -> list[_Turn]:
-    """Split a message into turns, one for each block of <tool_response> in it.
+def _split(message: _Turn) -> Iterator[_Turn]:
+    """Split a message into turns, with a tool's turn for each block of <tool_response> in it.
 
     Such blocks stand in a tool's turn, in a user's or in the assistant's own message. A tool's turn
-    without them is one response.
+    without them is one response. What stands beside a block keeps the role of the message.
     """
-    if not any(isinstance(part, str) and _RESPONSE_TAG.search(part) for part in message.parts):
-        return [message]
-    turns: list[_Turn] = []
-    is_response = False
-    for piece in _split_at_tags(message.parts):
+    pieces = list(_split_at_tags(message.parts))
+    tags = [piece for piece in pieces if piece in _RESPONSE_TAGS]
+    if tags != [*_RESPONSE_TAGS] * (len(tags) // 2):
+        raise Refused(Reason.PROTOCOL, "a <tool_response> does not end, or does not begin")
+    turn = _Turn(message.role, [])
+    for piece in pieces:
         if piece in _RESPONSE_TAGS:
-            if is_response == (piece == _RESPONSE_TAGS[0]):
-                raise Refused(Reason.PROTOCOL, f"{piece} has no counterpart")
-            is_response = not is_response
-            if is_response:
-                turns.append(_Turn("tool", []))
-        elif is_response:
-            turns[-1].parts.append(piece)
-        elif isinstance(piece, _File) or (piece.strip() and message.role != "assistant"):
-            raise Refused(Reason.PROTOCOL, "a text or file stands beside a <tool_response>")
-        elif piece.strip():
-            turns.append(_Turn("assistant", [piece]))
-    if is_response:
-        raise Refused(Reason.PROTOCOL, "a <tool_response> does not end")
-    return turns
+            if turn.parts:
+                yield turn
+            turn = _Turn("tool" if piece == _RESPONSE_TAGS[0] else message.role, [])
+        elif isinstance(piece, _File) or piece.strip():
+            turn.parts.append(piece)
+    if turn.parts:
+        yield turn
 
 
 def _split_at_tags(parts: Sequence[_Part]) -> Iterator[_Part]:
@@ -469,20 +398,16 @@ def _split_at_tags(parts: Sequence[_Part]) -> Iterator[_Part]:
             yield part
 
 
-def _arrange(
-    turns: Sequence[_Turn], limits: ProtocolSettings, other_files: Sequence[str]
-) -> list[_Turn]:
+def _arrange(turns: Sequence[_Turn], limits: ProtocolSettings) -> list[_Turn]:
     """Check turns, without a system turn, as those of an episode, and pair calls and responses.
 
     user -> assistant with calls -> one tool turn per call -> ... -> assistant without calls
-
-    No call may be about one of `other_files`, which are all files but the first video.
     """
     arranged: list[_Turn] = []
     # Calls that still need a response.
     open_calls: list[CropCall] = []
     tool_turns = 0
-    before = ""
+    before = "no"
     for turn in turns:
         if turn.role == "tool":
             if not open_calls:
@@ -490,14 +415,12 @@ def _arrange(
             arranged.append(_Turn("tool", _strip_texts(turn.parts), open_calls.pop(0)))
         elif open_calls:
             raise Refused(Reason.PROTOCOL, f"{len(open_calls)} calls have no tool response")
+        elif (turn.role == "assistant") != (before in ("user", "tool")):
+            raise Refused(Reason.PROTOCOL, f"after {before} turn comes one of the {turn.role}")
         elif turn.role == "user":
-            if before not in ("", "assistant"):
-                raise Refused(Reason.PROTOCOL, f"a {turn.role} turn follows a {before} turn")
             arranged.append(_Turn("user", _user_turn(turn.parts)))
         else:
-            if before in ("", "assistant"):
-                raise Refused(Reason.PROTOCOL, "an assistant turn answers nothing")
-            text, open_calls = _response(turn.parts, limits, other_files)
+            text, open_calls = _response(turn.parts, limits)
             tool_turns += bool(open_calls)
             arranged.append(_Turn("assistant", [text]))
         before = turn.role
@@ -510,9 +433,7 @@ def _arrange(
     return arranged
 
 
-def _response(
-    parts: Sequence[_Part], limits: ProtocolSettings, other_files: Sequence[str]
-) -> tuple[str, list[CropCall]]:
+def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, list[CropCall]]:
     """Return a response's text, with its calls in the protocol's form, and the calls."""
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) < len(parts):
@@ -539,9 +460,8 @@ def _response(
     # Replace from last to first, so that the spans of earlier calls stay valid.
     spans = block_spans(find_tags(text), "tool_call")
     for (opening, closing), call in reversed(list(zip(spans, calls, strict=True))):
-        for name in other_files:
-            if text.find(f'"{name}"', opening.end, closing.start) >= 0:
-                raise Refused(Reason.PROTOCOL, f"a call is about {name}, not the first video")
+        if _OTHER_FILE.search(text, opening.end, closing.start):
+            raise Refused(Reason.PROTOCOL, "a call is not about the first video")
         text = text[: opening.start] + render_call(call) + text[closing.end :]
     # The published responses differ in the white space after <think>. An episode pins one form.
     tag = PINNED.strip()

@@ -75,7 +75,7 @@ def _distinct(options: tuple[str, ...]) -> tuple[str, ...]:
 _Text = Annotated[str, pydantic.StringConstraints(strip_whitespace=True, min_length=1)]
 _Path = Annotated[_Text, pydantic.AfterValidator(_below)]
 _Seconds = pydantic.StrictFloat
-_Span = Annotated[
+Span = Annotated[
     tuple[_Seconds, _Seconds], pydantic.BeforeValidator(_parsed), pydantic.AfterValidator(_rising)
 ]
 _Options = Annotated[
@@ -84,20 +84,7 @@ _Options = Annotated[
     pydantic.BeforeValidator(_parsed),
     pydantic.AfterValidator(_distinct),
 ]
-_SPAN = pydantic.TypeAdapter(_Span)
-
-# Rules by pydantic's type of error. Its own texts name no remedy.
-_RULES = {
-    "missing": "it is required: fill it in",
-    "extra_forbidden": "no column has this name: correct the name, or leave it out",
-    "tuple_type": "it is a list: write it in square brackets, as in JSON",
-    "too_short": "it has at least 2 entries: add one, or leave it out",
-    "too_long": "options have at most 26 entries, spans 2: leave some out",
-    "float_type": "it is a number of seconds: write it in digits, without quotes",
-    "string_type": "it is a text: write it in quotes",
-    "string_too_short": "it has at least 1 character: fill it in, or leave an optional column out",
-    "enum": "it is 'mcq', 'tvg' or 'oe': correct it, or leave it out",
-}
+_SPAN = pydantic.TypeAdapter(Span)
 
 
 class _Columns(pydantic.BaseModel):
@@ -111,7 +98,7 @@ class _Columns(pydantic.BaseModel):
     options: _Options = ()
     kind: QuestionKind | None = pydantic.Field(None, validate_default=True)
     subtitles: _Path | None = None
-    evidence: _Span | None = None
+    evidence: Span | None = None
     answer: Any
 
     @pydantic.field_validator("kind")
@@ -136,7 +123,7 @@ class _Columns(pydantic.BaseModel):
             raise ValueError("it is a text: write it in quotes")
         text = str(answer).strip()
         if not text:
-            raise ValueError(_RULES["missing"])
+            raise ValueError("it is required: fill it in")
         letters = string.ascii_uppercase[: len(info.data.get("options") or ())]
         if letters and text not in tuple(letters):
             raise ValueError(f"the letter of the right option: give one from A to {letters[-1]}")
@@ -170,14 +157,11 @@ def read_questions(
     text = read_text(path, _MOST_BYTES)
     # Questions about the same video share one tuple.
     read_subtitles = functools.cache(functools.partial(_subtitles, pathlib.Path(videos)))
-    questions: dict[str, Question] = {}
+    questions: list[Question] = []
     line = 0
     try:
         for line, columns in read_lines(text):
-            question = _question(columns, line, read_subtitles)
-            if question.id in questions:
-                raise _bad("id", question.id, "another line has the same id: change one")
-            questions[question.id] = question
+            questions.append(_question(columns, line, read_subtitles))
     except ValueError as error:
         raise ValueError(f"{path}, line {line}: {error}") from error
     except csv.Error as error:
@@ -185,7 +169,8 @@ def read_questions(
         raise ValueError(f"{path}, after line {line}: not CSV ({error}); correct it") from error
     if not questions:
         raise ValueError(f"questions: {path}; it has no questions: write one per line")
-    return tuple(questions.values())
+    require_unique_ids(questions)
+    return tuple(questions)
 
 
 def require_unique_ids(questions: Sequence[Question]) -> None:
@@ -237,7 +222,8 @@ def _question(columns: Any, line: int, read_subtitles: _ReadSubtitles) -> Questi
         first = error.errors()[0]
         # The input of a missing field is the whole line.
         value = "" if first["type"] == "missing" else first["input"]
-        rule = _RULES.get(first["type"], first["msg"].removeprefix("Value error, "))
+        rule = first["msg"].removeprefix("Value error, ")
+        rule = f"{rule}: correct it, or leave it out if it is optional"
         raise _bad(".".join(map(str, first["loc"])), value, rule) from None
     return Question(
         id=read.id or str(line),

@@ -19,11 +19,11 @@ from huggingface_hub import constants, errors
 
 from paravt_jax.data.archives import SUFFIXES, unpack
 from paravt_jax.data.buckets import fetch_files
+from paravt_jax.data.foreign import shortened
 from paravt_jax.processes.exit_codes import FAILED
 from paravt_jax.progress import Progress
 
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_LOG_IN = "log in (hf auth login, or set HF_TOKEN)"
 _UNAUTHORIZED = 401
 # What the client raises where a download fails.
 _FAILURES = (
@@ -32,9 +32,10 @@ _FAILURES = (
     errors.OfflineModeIsEnabled,
     httpx2.HTTPError,
 )
-_VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".ts", ".mpg")
-_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-MEDIA = (*_VIDEOS, *_PICTURES)
+MEDIA = (
+    *(".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".ts", ".mpg"),
+    *(".png", ".jpg", ".jpeg", ".webp", ".bmp"),
+)
 MEDIA_PATTERNS = tuple(f"*{suffix}" for suffix in (*SUFFIXES, *MEDIA))
 """Patterns of the names of media and of archives."""
 
@@ -167,22 +168,20 @@ def _named_failures(id: str, repo_type: str) -> Iterator[None]:
         yield
     except _FAILURES as error:
         page = f"{constants.ENDPOINT}/{'datasets/' if repo_type == 'dataset' else ''}{id}"
-        # A gated repository counts as not found, too, so it goes first.
-        if isinstance(error, errors.GatedRepoError):
-            why = HubRefusal(f"it is gated; accept its terms on {page} and {_LOG_IN}")
-        elif isinstance(error, errors.RepositoryNotFoundError):
+        # A gated repository counts as not found, and an old token as not authorised.
+        refused = isinstance(error, errors.RepositoryNotFoundError) or (
+            isinstance(error, errors.HfHubHTTPError) and error.response.status_code == _UNAUTHORIZED
+        )
+        if refused:
             why = HubRefusal(
-                f"there is no {page}, or it is private; check the id, and {_LOG_IN} if it is so"
+                "it does not exist, is private or gated, or your token is not valid; check the id, "
+                f"accept the terms on {page} and log in (hf auth login, or set HF_TOKEN)"
             )
-        elif isinstance(error, errors.HfHubHTTPError) and (
-            error.response.status_code == _UNAUTHORIZED
-        ):
-            why = HubRefusal(f"the hub does not accept your token; {_LOG_IN} again")
         elif constants.HF_HUB_OFFLINE:
             why = HubRefusal("it is not in the cache, and HF_HUB_OFFLINE is set; unset it")
         else:
             # The messages of the hub's client have several lines.
-            text = " ".join(f"{type(error).__name__}: {error}".split())
+            text = shortened(f"{type(error).__name__}: {error}", 300)
             why = ConnectionError(f"{text}; check the network and repeat the command")
         raise FileNotFoundError(
             f"{id}: no such folder, and the download from the hub failed: {why}, or download it "

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import fractions
-import json
 import os
 import pathlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import av
 import numpy as np
@@ -38,7 +36,6 @@ from paravt_jax.data.frames import (
     read_now,
     shown,
 )
-from paravt_jax.data.stored import read_json, require_same, write_atomically
 
 # Times are in seconds.
 SECONDS = 128
@@ -51,7 +48,6 @@ WINDOW = 16
 """Length of a window. No digit crosses its border."""
 FRAMES = SECONDS // STEP
 SPLITS = ("train", "heldout")
-MANIFEST = "world.json"
 COLOURS = {
     "red": (200, 20, 20),
     "green": (20, 150, 30),
@@ -264,7 +260,7 @@ def render(
     folder: str | os.PathLike,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[WorldVideo, ...]:
-    """Write the mp4 files that are missing in a folder, and then a manifest.
+    """Write the mp4 files that are missing in a folder.
 
     An interrupted call can be repeated: files that exist are complete, and are kept.
 
@@ -275,44 +271,16 @@ def render(
 
     Returns:
         `plan(settings)`.
-
-    Raises:
-        ValueError: The folder contains a world with other settings.
     """
-    folder = pathlib.Path(folder)
     videos = plan(settings)
-    _claim(settings, folder)
-    if (folder / MANIFEST).exists():
-        return videos
     for done, video in enumerate(videos, 1):
-        path = folder / video.path
+        path = pathlib.Path(folder, video.path)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             encode(settings, video.scenes, path)
         if progress is not None:
             progress(done, len(videos))
-    manifest = {
-        "settings": dataclasses.asdict(settings),
-        "videos": [dataclasses.asdict(video) for video in videos],
-    }
-    write_atomically(folder / MANIFEST, json.dumps(manifest))
     return videos
-
-
-def _claim(settings: WorldSettings, folder: pathlib.Path) -> None:
-    """Store the settings before any video, so that one folder never mixes two worlds."""
-    file = folder / "settings.json"
-    wanted = dataclasses.asdict(settings)
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(wanted))
-        return
-    require_same(
-        f"world: {folder} holds a world with other settings",
-        read_json(file, dict[str, Any], "restore it, or remove the folder to draw it anew"),
-        wanted,
-        "Choose another folder, or remove this one.",
-    )
 
 
 def encode(settings: WorldSettings, scenes: Sequence[Scene], path: pathlib.Path) -> None:

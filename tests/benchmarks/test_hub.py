@@ -126,13 +126,6 @@ def test_a_gated_model_needs_a_token_and_consent(repositories, tmp_path, token, 
         assert word in done.stderr
 
 
-def test_an_unknown_repository_is_named(repositories, tmp_path):
-    with Hub(repositories) as hub:
-        done = client(FETCH_MODEL, "Qwen/Qwen9", env=environment(hub, tmp_path))
-    assert done.returncode == 1
-    assert done.stderr.startswith("Qwen/Qwen9: ") and "check the id" in done.stderr
-
-
 @pytest.mark.slow
 def test_a_killed_download_is_completed_by_the_same_command(repositories, tmp_path):
     with Hub(repositories, cuts=1000) as hub:
@@ -154,11 +147,3 @@ def test_a_killed_download_is_completed_by_the_same_command(repositories, tmp_pa
         assert len(fetched(hub, "config.json")) == 1
     weights = pathlib.Path(done.stdout.strip()) / "model.safetensors"
     assert weights.read_bytes() == (repositories[MODEL] / "model.safetensors").read_bytes()
-
-
-def test_a_hub_that_cannot_be_reached_is_named_with_a_remedy(repositories, tmp_path):
-    with Hub(repositories) as hub:
-        env = environment(hub, tmp_path)
-    done = client(FETCH_MODEL, MODEL, env=env)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"{MODEL}: ") and "check the network" in done.stderr

@@ -43,7 +43,6 @@ def test_records_are_read_back_as_they_were_written(records, prepared):
         assert len(split) == len(expected)
         assert list(split) == expected
         assert split[-1] == expected[-1]
-        assert split[1:3] == tuple(expected[1:3])
 
 
 def test_tensorflow_is_never_imported():

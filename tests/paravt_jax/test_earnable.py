@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paravt_jax.data.published import Reason, Refused, require_earnable, require_in_video
+from paravt_jax.data.published import Reason, Refused, require_earnable
 from paravt_jax.method.accuracy import accuracy
 from paravt_jax.method.records import Question, QuestionKind
 
@@ -39,9 +39,7 @@ def test_answers_that_earn_a_reward_are_accepted(answer, kind, text):
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        ("C", QuestionKind.MULTIPLE_CHOICE),
-        ("a train", QuestionKind.MULTIPLE_CHOICE),
-        ("A and B", QuestionKind.MULTIPLE_CHOICE),
+        ("soon", QuestionKind.TEMPORAL_GROUNDING),
         ("[9.5, 3]", QuestionKind.TEMPORAL_GROUNDING),
         ("[3, 3.0]", QuestionKind.TEMPORAL_GROUNDING),
         ("?!", QuestionKind.OPEN_ENDED),
@@ -50,20 +48,4 @@ def test_answers_that_earn_a_reward_are_accepted(answer, kind, text):
 def test_wrong_answers_are_refused(answer, kind):
     with pytest.raises(Refused) as caught:
         require_earnable(question(answer, kind))
-    choice = kind is QuestionKind.MULTIPLE_CHOICE
-    assert caught.value.reason is (Reason.NO_OPTION if choice else Reason.IMPOSSIBLE)
-
-
-@pytest.mark.parametrize("answer", ["[0, 30]", "[20, 30]", "[20, 40]", "[-5, 10]", "[29.9, 30.1]"])
-def test_a_span_may_leave_its_video_by_half(answer):
-    require_in_video(question(answer, QuestionKind.TEMPORAL_GROUNDING), 30.0)
-    require_in_video(question(answer, QuestionKind.OPEN_ENDED), 0.0)
-
-
-@pytest.mark.parametrize("answer", ["[30, 31]", "[20, 41]", "[300, 310]", "[-9, -3]"])
-def test_a_span_outside_its_video_is_refused(answer):
-    asked = question(answer, QuestionKind.TEMPORAL_GROUNDING)
-    with pytest.raises(Refused, match=r"less than half of the span .* \(30\.0 s\)"):
-        require_in_video(asked, 30.0)
-    with pytest.raises(Refused):
-        require_in_video(question("[0, 1]", QuestionKind.TEMPORAL_GROUNDING), 0.0)
+    assert caught.value.reason is Reason.IMPOSSIBLE

@@ -24,7 +24,6 @@ from paravt_jax.data.example_reading import Example, ExampleReading, read_exampl
 from paravt_jax.data.preparation import (
     LEFT_OUT,
     SET,
-    Summary,
     examples_of_tables,
     open_prepared,
     prepare_examples,
@@ -155,11 +154,11 @@ def test_other_content_of_a_set_is_one_line(files, tmp_path, content):
         open_prepared(tmp_path, reading_of(files))
 
 
-def test_two_tables_of_one_name_are_refused(tmp_path):
+def test_rows_of_two_tables_of_one_name_have_different_ids(tmp_path):
     for folder in ("a", "b"):
         write_rl(tmp_path / folder, [rl_row(CAR)])
-    with pytest.raises(ValueError, match=r"names paravt_rl_diverse_4k4\.parquet occur twice"):
-        examples_of_tables(tmp_path)
+    ids = [example.id for example in examples_of_tables(tmp_path).ordered]
+    assert ids == ["a/paravt_rl_diverse_4k4:0", "b/paravt_rl_diverse_4k4:0"]
 
 
 def test_conversations_are_stored_with_the_frames_they_show(prepared):
@@ -214,11 +213,6 @@ def test_every_row_that_is_left_out_is_named_with_its_reason(folder):
     for id, (reason, detail) in expected.items():
         assert left_out[id][0] == reason
         assert detail in left_out[id][1]
-
-
-def reasons_of(summary: Summary) -> collections.Counter[str]:
-    """All rows by the reason why they are left out, or as kept."""
-    return sum(map(collections.Counter, summary["sources"].values()), collections.Counter())
 
 
 def test_other_settings_are_refused(folder, files):
@@ -335,7 +329,8 @@ def test_hundreds_of_rows_with_a_tenth_of_the_videos_bad(
 
     found = open_prepared(tmp_path / "out", reading_of(tmp_path))
     assert found is not None
-    assert reasons_of(found.summary) == reasons | {"kept": 360}
+    counts = sum(found.counts().values(), collections.Counter())
+    assert counts == reasons | {"kept": 360}
     lines = (tmp_path / "out" / LEFT_OUT).read_text().splitlines()
     ids = [json.loads(line)["id"] for line in lines]
     ids += [record.id for record in (*found.questions, *found.conversations)]
@@ -343,8 +338,8 @@ def test_hundreds_of_rows_with_a_tenth_of_the_videos_bad(
 
 
 def test_a_deadline_that_no_row_meets_leaves_all_rows_out(files, tmp_path):
-    write_rl(tmp_path / "annotations", [rl_row(CAR)] * 6)
+    write_rl(tmp_path / "annotations", [rl_row(CAR)] * 2)
     start = time.monotonic()
-    with pytest.raises(ValueError, match=r"none of 6 rows can be used \(6 too slow\); see .*mend"):
+    with pytest.raises(ValueError, match="none of 2 rows can be used; see .*mend"):
         run(tmp_path, tmp_path / "out", reading_of(files), deadline=1e-9)
     assert time.monotonic() - start < 300

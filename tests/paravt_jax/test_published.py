@@ -143,11 +143,10 @@ def test_the_name_of_the_video_replaces_its_path(path, text, expected):
     ("row", "reason"),
     [
         (rl_row(A, answer=""), Reason.NO_ANSWER),
-        (rl_row(A, answer="soon", kind="tvg"), Reason.NO_ANSWER),
         (rl_row(A, kind="essay"), Reason.BROKEN),
         (rl_row(A, "<video>"), Reason.BROKEN),
         (rl_row(A) | {"videos": []}, Reason.BROKEN),
-        (rl_row(A) | {"videos": [{"video": A}, {"video": A}]}, Reason.PROTOCOL),
+        (rl_row(A) | {"videos": [{"video": A}, {"video": A}]}, Reason.BROKEN),
         (rl_row(A) | {"extra_info": "[" * 100_000}, Reason.BROKEN),
         (rl_row(A) | {"extra_info": '"\ud800"'}, Reason.BROKEN),
         (rl_row(A) | {"prompt": [{"role": "user", "content": None}]}, Reason.BROKEN),

@@ -210,16 +210,9 @@ def test_a_damaged_archive_is_kept_and_named_in_one_line(fetched, tmp_path, monk
     assert None not in videos_of("videomme", tmp_path)
 
 
-def test_videos_that_are_not_on_the_hub_are_named_and_unpacked_when_they_are_there(
-    fetched, tmp_path, capsys
-):
+def test_videos_that_are_not_on_the_hub_are_named(fetched, tmp_path, capsys):
     assert command.main(["charades", "--to", str(tmp_path)]) == 0
     assert "Charades_v1_480.zip of https://" in capsys.readouterr().err
-    own = zipped({f"Charades_v1_480/{name}": content for name, content in VIDEOS.items()})
-    write(tmp_path, {"Charades_v1_480.zip": own})
-    assert command.main(["charades", "--to", str(tmp_path)]) == 0
-    assert videos_of("charades", tmp_path) == [VIDEOS["v1.mp4"]]
-    assert (tmp_path / "Charades_v1_480.zip").exists(), "what the user brought is kept"
 
 
 def environment(hub: Hub, home: pathlib.Path) -> dict[str, str]:

@@ -127,17 +127,16 @@ def test_questions_of_a_file_are_split_by_video(recipe, questions, at_home):
 
 def test_questions_that_cannot_be_used_are_left_out_and_counted(recipe, questions, at_home, capsys):
     kind = QuestionKind.TEMPORAL_GROUNDING
-    beyond = Question("late", questions[0].video, "When?", kind, "[9000, 9010]")
-    no_span = dataclasses.replace(beyond, id="no span", answer="at the end")
+    reversed_span = Question("reversed", questions[0].video, "When?", kind, "[20, 10]")
     lost = dataclasses.replace(questions[0], id="lost", video="gone.mp4")
-    asked = [*questions, beyond, no_span, lost]
+    asked = [*questions, reversed_span, lost]
     run = dataclasses.replace(data_of(recipe, heldout=0), max_left_out=0.9)
     data = prepare(run, at_home / "run", questions=asked)
     assert set(data.questions) == set(questions)
-    assert "2 impossible answer, 1 missing video" in capsys.readouterr().out
+    assert "1 impossible answer, 1 missing video" in capsys.readouterr().out
     lines = (at_home / "run" / OWN / LEFT_OUT).read_text().splitlines()
-    assert [json.loads(line)["id"] for line in lines] == ["late", "no span", "lost"]
-    with pytest.raises(LeftOutError, match="max_left_out: 0.01; .* questions .*missing video"):
+    assert [json.loads(line)["id"] for line in lines] == ["reversed", "lost"]
+    with pytest.raises(LeftOutError, match="max_left_out: 0.01; .* questions: .*missing video"):
         prepare(dataclasses.replace(run, max_left_out=0.01), at_home / "run", questions=asked)
 
 

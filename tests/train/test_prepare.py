@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
 
 import pytest
@@ -12,7 +11,6 @@ from paravt_jax.method.conversations import render
 from train.left_out import LeftOutError, note_unreadable
 from train.prepare import prepare
 from train.settings import Run
-from train.world_data import world_records
 
 
 @pytest.fixture
@@ -68,7 +66,6 @@ def test_preparing_again_makes_nothing_anew(road, folder):
 
 
 def test_an_interrupted_preparation_goes_on(road, folder):
-    (folder / "videos" / "world.json").unlink()
     (folder / "videos" / "heldout" / "0001.mp4").unlink()
     shutil.rmtree(folder / "records")
     shutil.rmtree(folder / "tokenizer")
@@ -79,30 +76,13 @@ def test_an_interrupted_preparation_goes_on(road, folder):
     assert (folder / "videos" / "train" / "0000.mp4").stat().st_mtime_ns == kept
 
 
-@pytest.mark.parametrize(
-    ("field", "tokens"),
-    [
-        ("text_tokens", 25),
-        ("trajectory_tokens", 40),
-        ("turn_tokens", 8),
-        ("summary_tokens", 4),
-    ],
-)
-def test_a_limit_that_is_too_small_for_the_worlds_texts_is_refused_before_anything_is_made(
-    road, tmp_path, field, tokens
+def test_a_limit_that_is_too_small_for_the_worlds_questions_is_refused_before_rendering(
+    road, tmp_path
 ):
-    with pytest.raises(ValueError, match=rf"^protocol\.{field}: {tokens};") as error:
-        prepare(with_limit(road.run, field, tokens), tmp_path)
-    assert not list(tmp_path.iterdir())
-    # The message names the smallest limit that works.
-    (enough,) = re.findall(r"give at least (\d+)$", str(error.value))
-    with pytest.raises(ValueError, match=field):
-        prepare(with_limit(road.run, field, int(enough) - 1), tmp_path)
-    world_records(with_limit(road.run, field, int(enough)))
-
-
-def with_limit(run: Run, field: str, tokens: int) -> Run:
-    return dataclasses.replace(run, protocol=dataclasses.replace(run.protocol, **{field: tokens}))
+    protocol = dataclasses.replace(road.run.protocol, text_tokens=25)
+    with pytest.raises(ValueError, match=r"^protocol\.text_tokens: 25;"):
+        prepare(dataclasses.replace(road.run, protocol=protocol), tmp_path)
+    assert not list(tmp_path.rglob("*.mp4"))
 
 
 def test_a_recipe_without_data_is_refused(road, tmp_path):
