@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float
 
 
 def normal(
@@ -30,25 +30,17 @@ def normal(
     The parameter has `axes` and `metadata` as its metadata.
     """
     values = jax.random.normal(rngs.params(), shape, jnp.float32) * std
-    return nnx.Param(values.astype(dtype), axes=_checked(shape, axes), **metadata)
+    return nnx.Param(values.astype(dtype), axes=axes, **metadata)
 
 
 def constant(
     value: float, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike
 ) -> nnx.Param:
     """Return a parameter filled with `value`, for the scales and biases of norms."""
-    return nnx.Param(jnp.full(shape, value, dtype), axes=_checked(shape, axes))
+    return nnx.Param(jnp.full(shape, value, dtype), axes=axes)
 
 
-def _checked(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
-    if len(shape) != len(axes):
-        raise ValueError(f"axes = {axes}: one name per dimension of {shape}; add or remove names")
-    return axes
-
-
-def product(
-    x: Float[Array, "*n i"], weight: Float[Array, "i *o"] | Int8[Array, "i *o"]
-) -> Float[Array, "*n *o"]:
+def product(x: Float[Array, "*n i"], weight: Float[Array, "i *o"]) -> Float[Array, "*n *o"]:
     """Return x times a weight, in x's type."""
     # All rows as one axis: with several, XLA on CPU copies the operands of the weight's gradient.
     rows = x.reshape(-1, x.shape[-1])

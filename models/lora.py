@@ -8,10 +8,9 @@ matrix is a parameter with the metadata `inputs`, its number of axes that are su
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import zlib
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +19,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from models.layers import product
+from models.text import TextDecoder
 from paravt_jax.checks import require_above, require_at_least
 
 NOTHING = nnx.State({})
 """The frozen weights of a decoder that is trained as a whole."""
-
-
-@runtime_checkable
-class Decoder(Protocol):
-    """A text decoder: `layers` holds the weights of all layers, stacked, and their adapters."""
-
-    layers: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +38,6 @@ class LoRASettings:
     """Share of an adapter's inputs that updates drop. Sampling and the reference drop nothing."""
     targets: tuple[str, ...] = ()
     """The adapted matrices of each layer, such as q and down; empty: all of them."""
-    rank_stabilized: bool = False
-    """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
-    int8_base: bool = False
-    """Store the layers' frozen matrices in int8, with one scale per output: half the memory."""
 
     def __post_init__(self):
         require_at_least("lora", self, 1, "rank")
@@ -59,7 +48,7 @@ class LoRASettings:
     @property
     def scale(self) -> float:
         """Factor of the adapters' output."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+        return self.alpha / self.rank
 
 
 class Adapter(nnx.Module):
@@ -108,7 +97,7 @@ class Adapter(nnx.Module):
         return product.reshape(layers, *inputs, *b.shape[2:])
 
 
-def matrices(decoder: Decoder) -> dict[str, nnx.Variable]:
+def matrices(decoder: TextDecoder) -> dict[str, nnx.Variable]:
     """Return the matrices of a decoder's layers, by name."""
     return {
         name: weight
@@ -117,10 +106,8 @@ def matrices(decoder: Decoder) -> dict[str, nnx.Variable]:
     }
 
 
-def add_adapters(decoder: Decoder, settings: LoRASettings, seed: int) -> None:
+def add_adapters(decoder: TextDecoder, settings: LoRASettings, seed: int) -> None:
     """Give a decoder fresh adapters, which change none of its outputs.
-
-    A base in int8 does change them.
 
     Args:
         decoder: Changed in place.
@@ -128,15 +115,9 @@ def add_adapters(decoder: Decoder, settings: LoRASettings, seed: int) -> None:
         seed: Draws their A.
 
     Raises:
-        ValueError: `settings.targets` names something else than a matrix of the layers, or the
-            base is to be int8 and has experts.
+        ValueError: `settings.targets` names something else than a matrix of the layers.
     """
     weights = matrices(decoder)
-    if settings.int8_base and getattr(decoder.layers, "experts", None) is not None:
-        raise ValueError(
-            "lora.int8_base: True with a model that has experts, which are most of its weights and "
-            "stay as they are; leave it out"
-        )
     unknown = [name for name in settings.targets if name not in weights]
     if unknown:
         raise ValueError(
@@ -147,70 +128,36 @@ def add_adapters(decoder: Decoder, settings: LoRASettings, seed: int) -> None:
     for name in settings.targets or weights:
         own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         decoder.layers.adapters[name] = Adapter(weights[name], settings, own_key)
-    if settings.int8_base:
-        for name, weight in weights.items():
-            decoder.layers.scales[name] = _quantise(weight)
 
 
-def _quantise(weight: nnx.Variable) -> nnx.Param:
-    """Round a matrix to int8, in place, and return its scales, [layers, *outputs].
+def merge_adapters(decoder: TextDecoder) -> None:
+    """Add the adapters to their matrices, and remove them.
 
-    The largest number of each output becomes 127 in every layer.
+    Sums are rounded to the type of the matrices: merge bfloat16 weights only for export.
     """
-    axes, inputs = weight.get_metadata("axes"), weight.get_metadata("inputs")
 
     @jax.jit
-    def quantised(value: jax.Array) -> tuple[jax.Array, jax.Array]:
-        summed = tuple(range(1, 1 + inputs))
-        largest = jnp.abs(value).max(summed, keepdims=True).astype(jnp.float32)
-        # The scale is stored in the type of the matrix: divide by the stored number.
-        scale = jnp.maximum(largest / 127, 1e-30).astype(value.dtype)
-        steps = jnp.round(value.astype(jnp.float32) / scale.astype(jnp.float32))
-        return jnp.clip(steps, -127, 127).astype(jnp.int8), scale.squeeze(summed)
+    def merged(value: jax.Array, adapter: Adapter) -> jax.Array:
+        return (value.astype(jnp.float32) + adapter.update()).astype(value.dtype)
 
-    steps, scale = quantised(weight.get_value())
-    weight.set_value(steps)
-    return nnx.Param(scale, axes=(axes[0], *axes[1 + inputs :]))
-
-
-def merge_adapters(decoder: Decoder) -> None:
-    """Add the adapters to their matrices, and remove them. Matrices in int8 become whole again.
-
-    Sums are rounded to the type of the matrices, or of their scales: merge bfloat16 weights only
-    for export.
-    """
-
-    @functools.partial(jax.jit, static_argnames="inputs")
-    def whole(value: jax.Array, scale: Any, adapter: Adapter | None, inputs: int) -> jax.Array:
-        total = value.astype(jnp.float32)
-        if scale is not None:
-            total *= jnp.expand_dims(scale.astype(jnp.float32), tuple(range(1, 1 + inputs)))
-        if adapter is not None:
-            total += adapter.update()
-        return total.astype(value.dtype if scale is None else scale.dtype)
-
-    layers = decoder.layers
-    for name, weight in matrices(decoder).items():
-        scale, adapter = layers.scales.get(name), layers.adapters.get(name)
-        if scale is not None or adapter is not None:
-            value = weight.get_value()
-            scale = None if scale is None else scale.get_value()
-            total = whole(value, scale, adapter, weight.get_metadata("inputs"))
-            weight.set_value(jax.device_put(total, value.sharding))
-    layers.adapters, layers.scales = nnx.Dict(), nnx.Dict()
+    weights = matrices(decoder)
+    for name, adapter in decoder.layers.adapters.items():
+        value = weights[name].get_value()
+        weights[name].set_value(jax.device_put(merged(value, adapter), value.sharding))
+    decoder.layers.adapters = nnx.Dict()
 
 
 def cast(weights: Any, dtype: DTypeLike) -> Any:
-    """Return weights in another type. Matrices in int8 stay as they are."""
-    return jax.tree.map(lambda x: x if x.dtype == jnp.int8 else x.astype(dtype), weights)
+    """Return weights in another type."""
+    return jax.tree.map(lambda x: x.astype(dtype), weights)
 
 
-def drops(decoder: Decoder) -> bool:
+def drops(decoder: TextDecoder) -> bool:
     """Return whether updates of the decoder drop inputs of adapters."""
     return any(adapter.dropout for adapter in decoder.layers.adapters.values())
 
 
-def split(decoder: Decoder) -> tuple[Any, Any, Any]:
+def split(decoder: TextDecoder) -> tuple[Any, Any, Any]:
     """Split a decoder into its structure, its trained weights and its frozen ones.
 
     Adapters are trained if there are any, and otherwise all weights. `models.trained.split` adds

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -286,7 +287,7 @@ def _config(
         "peft_type": "LORA",
         "r": settings.rank,
         "target_modules": "|".join(patterns),
-        "use_rslora": settings.rank_stabilized,
+        "use_rslora": False,
     }
 
 
@@ -313,7 +314,6 @@ def _settings(folder: Path, tensors: Mapping[str, Tensor], config: ModelConfig) 
                 f"{file}: {name} is {json.dumps(value)}; only plain LoRA is known: merge the "
                 "adapters with PEFT, and load the merged folder"
             )
-    _require_saved_modules(file, content, tensors)
     targets = [
         name
         for name, stem in _stems(abstract_model(config)).items()
@@ -325,30 +325,13 @@ def _settings(folder: Path, tensors: Mapping[str, Tensor], config: ModelConfig) 
             "architecture"
         )
     try:
-        return LoRASettings(
-            rank=content["r"],
-            alpha=float(content["lora_alpha"]),
-            dropout=content.get("lora_dropout", 0.0),
-            targets=tuple(targets),
-            rank_stabilized=content.get("use_rslora", False),
-        )
+        rank, alpha = content["r"], float(content["lora_alpha"])
+        if content.get("use_rslora"):
+            # The scale is alpha / sqrt(rank).
+            alpha *= math.sqrt(rank)
+        return LoRASettings(rank, alpha, content.get("lora_dropout", 0.0), tuple(targets))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file}: damaged ({error!r}); save the adapters again") from error
-
-
-def _require_saved_modules(
-    file: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> None:
-    """Raise ValueError if adapter_config.json names a trained module that has no tensor."""
-    modules = content.get("modules_to_save") or []
-    if not isinstance(modules, list):
-        raise ValueError(f"{file}: modules_to_save is no list; save the adapters again")
-    lost = [name for name in modules if not any(f".{name}." in tensor for tensor in tensors)]
-    if lost:
-        raise ValueError(
-            f"{file}: modules_to_save names {lost[0]}, which has no tensor in {_WEIGHTS}; save the "
-            "adapters again, or take the name out if that module was not trained"
-        )
 
 
 def _require_fit(

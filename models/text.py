@@ -170,9 +170,8 @@ class DecoderLayer(nnx.Module):
             self.down = weight((f, d), ("mlp", "embed"))
         else:
             self.experts = Experts(config, rngs=rngs, param_dtype=param_dtype)
-        # Of some weights, by name (`models.lora`): adapters, and scales of weights in int8.
+        # Of some weights, by name (`models.lora`).
         self.adapters = nnx.Dict()
-        self.scales = nnx.Dict()
         self.dropout_key: Key[Array, ""] | None = None  # of the adapters, in an update
 
     @jax.named_scope("projections")
@@ -212,9 +211,6 @@ class DecoderLayer(nnx.Module):
         value = weight[...]
         # [n, h, d] -> [n * h, d]: the input axes as one.
         out = product(x, value.reshape(-1, *value.shape[weight.get_metadata("inputs") :]))
-        if name in self.scales:
-            scale = self.scales[name][...].astype(x.dtype)
-            out = out * jax.lax.broadcast_to_rank(scale, out.ndim)
         if name in self.adapters:
             key = self.dropout_key
             if key is not None:

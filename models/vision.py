@@ -262,9 +262,6 @@ class VisionTower(nnx.Module):
         Returns:
             Features whose third axis has 1 + DeepStack levels: at 0 the merged features, at 1 + i
             those of level i.
-
-        Raises:
-            ValueError: layout and patches do not have the same shape.
         """
         return self.mergers(*self._states(patches, layout, remat))
 
@@ -274,7 +271,7 @@ class VisionTower(nnx.Module):
         """Return what the mergers read, per visual token: the states of its merge^2 patches as one
         vector.
 
-        Arguments and errors are those of a call. At 0 on the third axis are the last hidden states.
+        Arguments are those of a call. At 0 on the third axis are the last hidden states.
         """
         x, taps = self._states(patches, layout)
         c = self.config
@@ -290,12 +287,6 @@ class VisionTower(nnx.Module):
     ) -> tuple[Float[Array, "b p d"], Float[Array, "levels b p d"]]:
         """Return the hidden states after the last block, and after each block that DeepStack
         taps."""
-        rows, size = layout.row.shape
-        if size != patches.shape[1] or rows not in (1, patches.shape[0]):
-            raise ValueError(
-                f"patches = {patches.shape}: the layout has {layout.row.shape} patches; make both "
-                "from the same grids"
-            )
         x = self.embed(jnp.asarray(patches, self.dtype), layout)
         return self._run_blocks(x, layout, remat)
 

@@ -38,10 +38,13 @@ def fits(
     mesh = current_mesh()
     if mesh is None:
         return False
-    devices = row_devices(mesh)
+    devices, tensor = row_devices(mesh), mesh.shape["tensor"]
     # With pieces, every device holds exactly one.
     rows_fit = len(q) == devices if pieces > 1 else len(q) % devices == 0
-    return rows_fit and q.shape[2] % math.lcm(k.shape[2], mesh.shape["tensor"]) == 0
+    # Of a device of `tensor`, with copies of kv heads.
+    heads, kv_heads = q.shape[2] // tensor, math.lcm(k.shape[2], tensor) // tensor
+    pieces_fit = heads % pieces == 0 and (kv_heads % pieces == 0 or pieces % kv_heads == 0)
+    return rows_fit and pieces_fit and q.shape[2] % math.lcm(k.shape[2], tensor) == 0
 
 
 def attend(
@@ -106,21 +109,14 @@ def _attend_in_pieces(
 ) -> Float[Array, "1 t n h"]:
     """Return the attention of this device's piece to its whole sequence."""
     q, k, v = qkv
-    pieces = layout.pieces
-    t = q.shape[1]
-    heads = q.shape[2]
-    kv_heads = k.shape[2]
-    segments, starts = jax.tree.map(
-        lambda x: _gather(x, rows, blocks), (layout.segments, layout.starts)
-    )
+    pieces, kv_heads = layout.pieces, k.shape[2]
+
+    def gather(x: Array) -> Array:
+        """Return all pieces of this device's sequence, joined along positions."""
+        return jax.lax.all_gather(x, rows, axis=1, axis_index_groups=blocks, tiled=True)
+
+    segments, starts = jax.tree.map(gather, (layout.segments, layout.starts))
     layout = dataclasses.replace(layout, segments=segments, starts=starts, pieces=1)
-    if heads % pieces or (kv_heads % pieces and pieces % kv_heads):
-        # Heads do not divide: every device computes the whole sequence, and keeps its own piece.
-        q, k, v = (_gather(x, rows, blocks) for x in (q, k, v))
-        out = kernel(q, k, v, None, layout)
-        # This device's number among those of its sequence, which are consecutive.
-        number = jax.lax.axis_index(rows) % pieces
-        return jax.lax.dynamic_slice_in_dim(out, number * t, t, 1)
 
     def exchange(x: Array, split: int, joined: int) -> Array:
         return jax.lax.all_to_all(x, rows, split, joined, axis_index_groups=blocks, tiled=True)
@@ -132,8 +128,3 @@ def _attend_in_pieces(
     # [1, t, n, h] -> [1, pieces * t, n / pieces, h], and back.
     q, k, v = (exchange(x, 2, 1) for x in (q, k, v))
     return exchange(kernel(q, k, v, None, layout), 1, 2)
-
-
-def _gather(x: Array, rows: tuple[str, ...], blocks: list[list[int]]) -> Array:
-    """Return all pieces of this device's sequence, joined along positions."""
-    return jax.lax.all_gather(x, rows, axis=1, axis_index_groups=blocks, tiled=True)

@@ -118,24 +118,24 @@ def weights_files(folder: Path) -> list[str]:
             f"{folder}: has neither {_FILE} nor {_INDEX}; give the folder of a supported model"
         )
     weight_map = foreign.read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: has no weight_map; fetch it again")
-    if not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{index}: weight_map names something that is no text; fetch it again")
-    names = sorted(set(weight_map.values()))
-    not_plain = [name for name in names if Path(name).name != name or len(name) > _LONGEST_NAME]
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     # A path could lead out of the folder.
-    if not_plain:
+    if not names or not all(map(_is_plain_name, names)):
         raise ValueError(
-            f"{index}: weight_map names {shortened(repr(not_plain[0]))}; weights are in the folder "
-            "of their index: give plain file names"
+            f"{index}: weight_map gives no plain names of files in the index's folder; fetch it "
+            "again"
         )
+    names = sorted(set(names))
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise FileNotFoundError(
             f"{folder}: lacks {', '.join(missing)}, named in {_INDEX}; fetch what is missing"
         )
     return names
+
+
+def _is_plain_name(name: Any) -> bool:
+    return isinstance(name, str) and Path(name).name == name and len(name) <= _LONGEST_NAME
 
 
 def require_readable(folder: Path) -> None:

@@ -38,7 +38,7 @@ from models.weights.hf_layout import (
     tensor_places,
     tensor_types,
 )
-from models.weights.tensor_file import Tensor, TensorType, same_numbers
+from models.weights.tensor_file import Tensor, TensorType
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.stored import SUMS, appearing, find_damage, read_sums, write_sums
 
@@ -70,11 +70,8 @@ def load(
     Raises:
         FileNotFoundError: there are no weights, or the hub has no such id or is unreachable.
         ValueError: a file is damaged; or the list of all tensors that are missing, unknown, of
-            another shape, or there twice; or an output head differs from an embedding that the
-            configuration ties to it.
+            another shape, or there twice.
     """
-    _require_float("dtype", dtype)
-    _require_float("param_dtype", param_dtype)
     folder = hf_folder.local_folder(source)
     config = from_hf(folder / hf_folder.CONFIG) if config is None else config
     graph, state = nnx.split(abstract_model(config, dtype=dtype, param_dtype=param_dtype))
@@ -83,10 +80,9 @@ def load(
     shapes = {name: place.shape for name, place in tensor_places(layouts, parameters).items()}
     embedding = layouts[EMBEDDING].name
     tied = config.text.tie_word_embeddings
+    # A head that repeats the tied embedding is not read, as in transformers.
     stored = hf_folder.read_headers(folder, shapes, {TIED_HEAD: shapes[embedding]} if tied else {})
     require_sound(folder, sorted({tensor.file.name for tensor in stored.values()}))
-    if tied and TIED_HEAD in stored:
-        _require_tied(stored[TIED_HEAD], stored[embedding])
     read_parameters(stored, layouts, state, mesh)
     return nnx.merge(graph, state)
 
@@ -129,28 +125,6 @@ def read_parameters(
         variable = parameters[path]
         value = _value(layout, stored, variable.shape, variable.dtype, shardings.get(path))
         variable.set_value(value)
-
-
-def _require_tied(head: Tensor, embedding: Tensor) -> None:
-    """Raise ValueError if the files repeat a tied embedding as an output head that differs.
-
-    Some tools train the head of a tied model, and leave its configuration as it was.
-    """
-    if not same_numbers(head, embedding):
-        raise ValueError(
-            f"{head.file}: {TIED_HEAD} differs from {embedding.name}, but "
-            f"tie_word_embeddings = true in {hf_folder.CONFIG} says that they are one; set it to "
-            "false there, also in text_config, to use both"
-        )
-
-
-def _require_float(field: str, value: Any) -> None:
-    try:
-        known = jnp.issubdtype(value, jnp.floating)
-    except TypeError:
-        known = False
-    if not known:
-        raise ValueError(f"{field} = {value!r}: no floating-point type; give float32 or bfloat16")
 
 
 def _value(

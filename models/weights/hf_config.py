@@ -176,20 +176,14 @@ def _read_text(text: Mapping[str, Any], tied: bool, chosen: Family) -> TextConfi
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the decoder's rotary embeddings.
 
-    transformers 5 writes `rope_parameters`, 4.57 writes `rope_theta` and `rope_scaling`. Raises
-    ValueError if a file has both, and they contradict each other.
+    transformers 5 writes `rope_parameters`, which go first; 4.57 writes `rope_theta` and
+    `rope_scaling`.
     """
     rope: dict[str, Any] = {}
-    for part in (text, *(text.get(field) or {} for field in _ROPE_FIELDS)):
+    for part in (text, *(text.get(field) or {} for field in reversed(_ROPE_FIELDS))):
         for name in ("rope_theta", "mrope_section", "mrope_interleaved"):
-            if part.get(name) is None:
-                continue
-            require(
-                rope.get(name, part[name]) == part[name],
-                f"text_config: {name} is {_shown(rope.get(name))} in one place and "
-                f"{_shown(part[name])} in another; keep one of them",
-            )
-            rope[name] = part[name]
+            if part.get(name) is not None:
+                rope[name] = part[name]
     return rope
 
 

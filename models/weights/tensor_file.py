@@ -77,17 +77,6 @@ def read_header(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def same_numbers(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors of one shape hold the same numbers. Their types may differ."""
-    count = first.shape[0]
-    for row in range(0, count, _ROWS):
-        rows = (slice(row, min(row + _ROWS, count)),)
-        ours, theirs = (tensor.read(rows).astype(np.float32) for tensor in (first, second))
-        if not np.array_equal(ours, theirs, equal_nan=True):
-            return False
-    return True
-
-
 def write(
     file: Path, tensors: Mapping[str, TensorType], matrices: Iterable[Shaped[np.ndarray, "i j"]]
 ) -> None:

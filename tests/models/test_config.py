@@ -68,12 +68,6 @@ def test_another_model_or_size_is_refused():
         ),
         (
             "text_config",
-            "rope_theta",
-            1e6,
-            "text_config: rope_theta is 1000000.0 in one place and 10000.0 in another",
-        ),
-        (
-            "text_config",
             "attention_bias",
             True,
             "text_config.attention_bias = True: .*False",

@@ -124,9 +124,7 @@ def test_a_file_may_name_experts_as_transformers_does_and_must_name_them():
         dataclasses.replace(config, text=dataclasses.replace(config.text, experts=None))
 
 
-def test_adapters_leave_experts_alone_and_int8_is_refused():
+def test_adapters_leave_experts_alone():
     config = family("qwen3_vl_moe").tiny(96)
     model = abstract_model(config, lora=LoRASettings(rank=4))
     assert sorted(model.text.layers.adapters) == ["k", "o", "q", "v"]
-    with pytest.raises(ValueError, match=r"lora\.int8_base: True with a model that has experts"):
-        abstract_model(config, lora=LoRASettings(rank=4, int8_base=True))

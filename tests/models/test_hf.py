@@ -168,12 +168,8 @@ def test_a_slice_read_equals_the_slice_of_the_whole(model, config, tmp_path):
         np.testing.assert_array_equal(block, value[index], err_msg=path)
 
 
-def test_wrong_types_and_configurations_are_refused(model, tmp_path):
+def test_wrong_configurations_are_refused(model, tmp_path):
     hf.save(model, tmp_path / "model")
-    for field in ("dtype", "param_dtype"):
-        for wrong in ("bf16", "int8"):
-            with pytest.raises(ValueError, match=f"{field} = '{wrong}': .*bfloat16"):
-                hf.load(tmp_path / "model", **{field: wrong})  # pyright: ignore[reportArgumentType]
     config = tmp_path / "model" / "config.json"
     for content, message in (("{bad", "config.json: .*JSON"), ("[]", "config.json: .*list")):
         config.write_text(content)
@@ -209,32 +205,6 @@ def test_one_error_names_every_wrong_tensor(model, tmp_path):
     assert "1 twice: model.language_model.norm.weight;" in str(error.value)
 
 
-def test_a_trained_head_of_a_tied_model_is_not_dropped(published):
-    """Tools that train the head of a tied model may leave `tie_word_embeddings` as it was."""
-    head = "lm_head.weight"
-    file = next(
-        file for file in published.glob("*.safetensors") if head in tensor_file.read_header(file)
-    )
-    tensors = load_file(file)
-    # The last row differs, and has the type of the rest.
-    tensors[head] = tensors[head].copy()
-    tensors[head][-1, -1] += 1
-    save_file(tensors, file)
-    with pytest.raises(ValueError) as error:
-        hf.load(published)
-    assert str(error.value) == (
-        f"{file}: lm_head.weight differs from model.language_model.embed_tokens.weight, but "
-        "tie_word_embeddings = true in config.json says that they are one; set it to false there, "
-        "also in text_config, to use both"
-    )
-    config = json.loads((published / "config.json").read_text())
-    config["tie_word_embeddings"] = False
-    (published / "config.json").write_text(json.dumps(config))
-    loaded = hf.load(published, param_dtype=jnp.bfloat16)
-    assert loaded.text.head is not None
-    np.testing.assert_array_equal(np.asarray(loaded.text.head[...]), tensors[head])
-
-
 def test_a_folder_without_weights_is_refused(tmp_path, config):
     with pytest.raises(FileNotFoundError, match="neither model.safetensors"):
         hf.load(tmp_path, config)
@@ -245,14 +215,11 @@ def test_damaged_indexes_and_missing_files_are_named(published):
     with pytest.raises(FileNotFoundError, match="model-b.safetensors, .*index.json"):
         hf.load(published)
     index = published / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"x": "../elsewhere.safetensors"}}))
-    with pytest.raises(ValueError, match="index.json: .*'../elsewhere.safetensors'"):
-        hf.load(published)
     index.write_text("{")
     with pytest.raises(ValueError, match="index.json: not JSON"):
         hf.load(published)
-    for content in ({}, {"weight_map": []}, {"weight_map": {"x": 1}}):
-        index.write_text(json.dumps(content))
+    for weight_map in ([], {"x": 1}, {"x": "../elsewhere.safetensors"}):
+        index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(ValueError, match="index.json: .*weight_map"):
             hf.load(published)
 

@@ -322,7 +322,7 @@ def test_a_packed_row_over_16_devices_compiles_for_tpu(topology, length):
 
 @pytest.mark.slow
 def test_packed_rows_in_pieces_equal_whole_ones():
-    """With gradients. Heads divide over the pieces, or kv heads are repeated, or neither works."""
+    """With gradients. Heads divide over the pieces, kv heads are repeated, or pieces are joined."""
     run(
         """
         import jax, jax.numpy as jnp, numpy as np

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.parity
 SETTINGS = {
     "images, two rows, two levels": LoRASettings(rank=3, alpha=6.0),
     "video, tied, one level of the last layer": LoRASettings(
-        rank=4, alpha=2.5, rank_stabilized=True, targets=("k", "o", "up", "down")
+        rank=4, alpha=2.5, targets=("k", "o", "up", "down")
     ),
     "text alone, padded right": LoRASettings(rank=8, targets=("q", "v")),
     "windows, images of many sizes": LoRASettings(rank=3, alpha=6.0),

@@ -48,17 +48,6 @@ def test_a_new_file_is_read_by_the_library(tmp_path, monkeypatch):
         np.testing.assert_array_equal(stored[name], value)
 
 
-def test_numbers_are_compared_in_pieces_and_across_types(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_file, "_ROWS", 32)
-    wide = TENSORS["b"].astype(np.float32)
-    other = wide.copy()
-    other[-1, -1] += 1
-    save_file({"b": TENSORS["b"], "wide": wide, "other": other}, tmp_path / "x")
-    tensors = tensor_file.read_header(tmp_path / "x")
-    assert tensor_file.same_numbers(tensors["b"], tensors["wide"])
-    assert not tensor_file.same_numbers(tensors["b"], tensors["other"])
-
-
 def content(**changes):
     """A file with one tensor, with these changes to its header."""
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes

@@ -105,25 +105,6 @@ def test_training_and_engine_share_one_base(adapted):
 
 
 @pytest.mark.slow
-def test_a_base_in_int8_is_shared_and_sampled_from(adapted, small):
-    """Its matrices stay in int8 on their way to the sampler, which computes what training does."""
-    lora = dataclasses.replace(LORA, int8_base=True)
-    road = small.lay_road(dataclasses.replace(adapted.run, lora=lora), adapted.data)
-    base, weights = road.base(), road.fresh()
-    sync = WeightSync(weights, np.float32, base)
-    assert sync.base["layers"]["q"][...].dtype == np.int8
-    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(sync.base)] == [
-        x.unsafe_buffer_pointer() for x in jax.tree.leaves(base)
-    ]
-    engine = Engine(road.model, road.environment.features, road.run.engine_sizes)
-    learner = road_learner(road)
-    _, metrics = take_step(
-        learner, learner.start, engine, road.environment, road.data.questions[:2], seed=0
-    )
-    assert metrics["logprob_gap"] < 1e-3
-
-
-@pytest.mark.slow
 def test_the_reference_is_the_base_with_the_adapters_that_rl_starts_from(adapted, small):
     """Before the first update nothing has moved, so the KL term is 0. Only updates drop inputs:
     neither the sampler's log-probs nor those of the reference change."""
