@@ -6,7 +6,6 @@ lines, the last one with an answer counts.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import pathlib
@@ -179,11 +178,12 @@ def commit() -> str | None:
     None if the code is not in a git checkout.
     """
     git = ["git", "-C", str(pathlib.Path(__file__).parent)]
-    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=20, check=True)
+    # Without names of tags. Untracked files, such as the results of runs, are not part of the code.
+    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        head = run([*git, "rev-parse", "HEAD"]).stdout.strip()
-        # Untracked files, such as the results of runs, are not part of the code.
-        changed = run([*git, "status", "--porcelain", "--untracked-files=no"]).stdout
+        done = subprocess.run(
+            [*git, *describe], capture_output=True, text=True, timeout=20, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-    return head + "+" if changed else head
+    return done.stdout.strip()
