@@ -81,19 +81,17 @@ def hold_out(
     by_video = collections.defaultdict(list)
     for question in questions:
         by_video[question.video].append(question)
-    training_videos = set(by_video)
     heldout: list[Question] = []
     # The hash of a path does not depend on the rest of the set, so the choice stays stable when
     # videos are added.
     for video in sorted(by_video, key=lambda path: hashlib.sha256(path.encode()).digest()):
-        if len(heldout) >= count:
-            break
-        heldout += by_video[video]
-        training_videos.remove(video)
-    if questions and not training_videos:
+        if len(heldout) < count:
+            heldout += by_video[video]
+    heldout_videos = {question.video for question in heldout}
+    training = tuple(question for question in questions if question.video not in heldout_videos)
+    if questions and not training:
         raise ValueError(
             f"evaluation.questions: {count} of {len(questions)} questions, which leaves none to "
             "train on; hold out fewer"
         )
-    training = tuple(question for question in questions if question.video in training_videos)
     return training, tuple(heldout)

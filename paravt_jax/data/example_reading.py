@@ -149,8 +149,7 @@ class VideoChecker:
 
         Raises:
             VideoError: The file cannot be read.
-            Refused: The window is outside the video.
-            ValueError: The frames are too narrow to be resized.
+            Refused: The window is outside the video, or the frames are too narrow to be resized.
         """
         file = str(join(self.reading.root, path))
         info = _probe(file)
@@ -172,7 +171,10 @@ class VideoChecker:
             still=still,
             crop=call is not None and not still,
         )
-        self.reading.tokens(clip)
+        try:
+            self.reading.tokens(clip)
+        except ValueError as error:
+            raise Refused(Reason.UNREADABLE, f"{path}: {error}") from error
         self.sizes[path] = (info.height, info.width)
         return clip
 

@@ -374,7 +374,9 @@ def _split(message: _Turn) -> Iterator[_Turn]:
     Such blocks stand in a tool's turn, in a user's or in the assistant's own message. A tool's turn
     without them is one response. What stands beside a block keeps the role of the message.
     """
-    pieces = list(_split_at_tags(message.parts))
+    pieces: list[_Part] = []
+    for part in message.parts:
+        pieces += _RESPONSE_TAG.split(part) if isinstance(part, str) else [part]
     tags = [piece for piece in pieces if piece in _RESPONSE_TAGS]
     if tags != [*_RESPONSE_TAGS] * (len(tags) // 2):
         raise Refused(Reason.PROTOCOL, "a <tool_response> does not end, or does not begin")
@@ -388,14 +390,6 @@ def _split(message: _Turn) -> Iterator[_Turn]:
             turn.parts.append(piece)
     if turn.parts:
         yield turn
-
-
-def _split_at_tags(parts: Sequence[_Part]) -> Iterator[_Part]:
-    for part in parts:
-        if isinstance(part, str):
-            yield from _RESPONSE_TAG.split(part)
-        else:
-            yield part
 
 
 def _arrange(turns: Sequence[_Turn], limits: ProtocolSettings) -> list[_Turn]:

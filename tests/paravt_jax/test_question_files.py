@@ -95,6 +95,7 @@ BAD = [
     ({"evidence": [5, 5]}, "evidence", "span"),
     ({"evidence": [5, "6"]}, "evidence.1: '6'; ", "number: correct it"),
     ({"option": "x"}, "option: 'x'; ", "not permitted: correct it"),
+    ({"id": "when"}, "id", "same id"),
 ]
 
 
