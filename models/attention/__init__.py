@@ -75,8 +75,7 @@ def attend(
             the case.
     """
     rows: RowLayout = jax.tree.map(jnp.asarray, layout or RowLayout())
-    b, t = q.shape[:2]
-    rows.check(b, t, None if prefix is None else prefix[0].shape[1])
+    rows.check(prefix is not None)
     if rows.segments is not None and prefix is not None:
         rows = dataclasses.replace(rows, segments=(rows.segments != 0).astype(jnp.int32))
     target = platform()

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention.xla import MASKED
+from models.attention.target import MASKED
 
 LayersKV = tuple[Float[Array, "l b s k h"], Float[Array, "l b s k h"]]
 

@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from models.attention.target import SAVED, RowLayout, pad_rows, visible_tiles
+from models.attention.target import MASKED, SAVED, RowLayout, pad_rows, visible_tiles
 
 # Size of a tile, in queries and in keys; shorter rows have smaller ones.
 TILE = 512
@@ -40,17 +40,14 @@ SUBLANES = 8
 LANES = 128
 # The axis of positions in the shape of a block.
 TILED = "tiled"
-# Score of a masked key. Finite, so that the difference of two is a number.
-MASKED = -1e30
 
 
 class _TileSchedule(NamedTuple):
     """What the kernels read about a packed row.
 
-    The first four of `rows`, and of `columns`, are attributes of each position: the group of its
-    query, the position where the query's segment begins, the group whose prompt the key belongs to
-    (0: none), and the position itself. A list has the tile numbers (queries, keys) of its visible
-    tiles between two entries of -1.
+    The first four of `rows`, and of `columns`, are the attributes of each position
+    (`RowLayout.attributes`), and the position itself. A list has the tile numbers (queries, keys)
+    of its visible tiles between two entries of -1.
     """
 
     rows: Int[Array, "8 t"]
@@ -82,18 +79,11 @@ def attend(
 
 
 def _schedule(layout: RowLayout, tile: int) -> _TileSchedule:
-    segments, starts, shared = layout.segments, layout.starts, layout.shared
-    assert segments is not None and starts is not None and shared is not None
-    b, t = segments.shape
+    group, first, prompt = layout.attributes()
+    b, t = group.shape
+    # Of all rows, joined.
     position = jnp.arange(b * t).reshape(b, t)
-    first = position[:, :1]
-    # Padding begins at itself and has no prompt, so it sees only itself.
-    attributes = (
-        jnp.where(segments == 0, -1, segments),
-        jnp.where(segments == 0, position, starts + first),
-        jnp.where(position - first < shared[:, None], segments, 0),
-        position,
-    )
+    attributes = (group, first + position[:, :1], prompt, position)
     seen = visible_tiles(layout, tile, tile)
     number = jnp.arange(b * (t // tile)).reshape(b, -1)
     queries = jnp.broadcast_to(number[:, :, None], seen.shape)

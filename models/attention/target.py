@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Int
 # `checkpoint_name` of outputs and log-sum-exps. If a remat policy saves this name, the backward
 # pass does not repeat the forward pass of attention.
 SAVED = "attention"
+# Score of a masked key. Finite: with -inf, a row without any key would be NaN.
+MASKED = -1e30
 
 
 # Annotations are not checked, because JAX also builds this tree with specs as leaves.
@@ -68,31 +70,32 @@ class RowLayout:
             self, segments=pad_rows(self.segments, tile), starts=pad_rows(self.starts, tile)
         )
 
-    def check(self, b: int, t: int, s: int | None) -> None:
-        """Raise ValueError for fields that contradict each other, the rows or the prefix.
+    def check(self, prefix: bool) -> None:
+        """Raise ValueError for fields that contradict each other or the prefix."""
+        arrays = (self.segments, self.starts, self.shared)
+        packed_fits = self.causal and not prefix and all(x is not None for x in arrays)
+        prefix_fits = self.causal and self.pieces == 1
+        if (self.packed and not packed_fits) or (prefix and not prefix_fits):
+            raise ValueError(
+                "layout: packed rows need segments, starts and shared, are causal and have no "
+                "prefix; a prefix comes before whole causal rows; pass all three, leave causal "
+                "True, and put a prefix of packed rows or of pieces into the rows"
+            )
 
-        Args:
-            b: number of rows.
-            t: tokens per row.
-            s: positions of the prefix; None: there is none.
+    def attributes(self) -> tuple[Array, Array, Array]:
+        """Return three attributes of each position of packed rows.
+
+        They are the group of its query, the position where the query's segment begins, and the
+        group whose prompt the key belongs to (0: none).
         """
-        shapes = {"segments": (b, t), "prefix_mask": (b, s), "starts": (b, t), "shared": (b,)}
-        for name, shape in shapes.items():
-            array = getattr(self, name)
-            if array is not None and array.shape != shape:
-                raise ValueError(f"{name}: shape {array.shape}; these rows need {shape}")
-        prefix = s is not None
-        if prefix and (not self.causal or self.pieces > 1):
-            raise ValueError(
-                f"causal = {self.causal}, pieces = {self.pieces}: a prefix comes before whole "
-                "rows; leave causal True and pieces 1, or put the prefix into the rows"
-            )
-        missing = self.starts is None or self.shared is None or self.segments is None
-        if self.packed and (missing or prefix or not self.causal):
-            raise ValueError(
-                "starts, shared: packed rows need both and segments, are causal and have no "
-                "prefix; pass all three, leave causal True, and put the prefix into the rows"
-            )
+        assert self.segments is not None and self.starts is not None and self.shared is not None
+        position = jnp.arange(self.segments.shape[1])[None]
+        # Padding begins at itself and has no prompt, so it sees only itself.
+        return (
+            jnp.where(self.segments == 0, -1, self.segments),
+            jnp.where(self.segments == 0, position, self.starts),
+            jnp.where(position < self.shared[:, None], self.segments, 0),
+        )
 
 
 def platform() -> str:

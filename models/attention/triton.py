@@ -23,13 +23,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention.target import SAVED, RowLayout, pad_rows, visible_tiles
+from models.attention.target import MASKED, SAVED, RowLayout, pad_rows, visible_tiles
 
 # Size of a tile, in queries and in keys. With this size, as with the numbers of warps and stages
 # below, an H200 was fastest.
 TILE = 64
-# Score of a masked key. Finite, so that the difference of two is a number.
-MASKED = -1e30
 LOG2_E = math.log2(math.e)
 
 
@@ -43,8 +41,7 @@ class _Visits(NamedTuple):
 class _VisitSchedule(NamedTuple):
     """What the kernels read about packed rows.
 
-    `positions` has three attributes of each position: the group of its query, the position where
-    the query's segment begins, and the group whose prompt the key belongs to (0: none).
+    `positions` has the attributes of each position (`RowLayout.attributes`).
     """
 
     positions: Int[Array, "b 1 3 t"]
@@ -73,20 +70,12 @@ def attend(
 
 
 def _schedule(layout: RowLayout) -> _VisitSchedule:
-    segments, starts, shared = layout.segments, layout.starts, layout.shared
-    assert segments is not None and starts is not None and shared is not None
-    position = jnp.arange(segments.shape[1])[None]
-    # Padding begins at itself and has no prompt, so it sees only itself.
-    group = jnp.where(segments == 0, -1, segments)
-    first = jnp.where(segments == 0, position, starts)
-    prompt = jnp.where(position < shared[:, None], segments, 0)
-
     def visits(seen: Bool[Array, "b 1 i j"]) -> _Visits:
         # A stable sort puts the visible tiles first, in their order.
         return _Visits(jnp.argsort(~seen, stable=True), jnp.sum(seen, axis=-1))
 
     seen = visible_tiles(layout, TILE, TILE)[:, None]
-    positions = jnp.stack([group, first, prompt], axis=1)[:, None]
+    positions = jnp.stack(layout.attributes(), axis=1)[:, None]
     return _VisitSchedule(positions, visits(seen), visits(seen.swapaxes(2, 3)))
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention.target import SAVED, RowLayout, pad_rows, visible_tiles
+from models.attention.target import MASKED, SAVED, RowLayout, pad_rows, visible_tiles
 
 # Queries of a chunk.
 QUERY_CHUNK = 128
@@ -31,8 +31,6 @@ QUERY_CHUNK = 128
 SPANS = 8
 # Largest tile of a packed row, in queries and in keys: on CPU, 128 takes longer.
 TILE = 64
-# Score of a masked key. Finite: with -inf, a row without any key would be NaN.
-MASKED = -1e30
 
 
 class _Keys(NamedTuple):
