@@ -117,16 +117,17 @@ def _recipes() -> list[Callable[[], Run]]:
     Only ablations of the paper, rows of `TABLE_2`, have a recipe with the 8B model.
     """
     command = "Command: python -m train.run --config="
+    begin = "--sft.steps 0 --model.path "
     recipes = []
     for ablation, row in ABLATIONS.items():
         if ablation in TABLE_2:
             name, title = f"{ablation}_8b", row.title.format("on Qwen3-VL-8B")
-            text = f"{title}\n\n{command}{name} --start runs/paravt_8b\n"
+            text = f"{title}\n\n{command}{name} {begin}runs/sft_8b/model\n"
             text += f"Paper: {TABLE_2[ablation].text()}. Not measured here."
             recipes.append(_recipe(paravt_8b, name, row.changes, text))
         if row.tiny:
             name, title = f"{ablation}_tiny", row.title.format("in the small world")
-            text = f"{title}\n\n{command}{name} --start runs/paravt_tiny\n{row.tiny}"
+            text = f"{title}\n\n{command}{name} {begin}runs/sft_tiny/model\n{row.tiny}"
             recipes.append(_recipe(paravt_tiny, name, row.changes, text))
     return recipes
 

@@ -35,7 +35,7 @@ from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, USER_ERRORS, UserError
 from paravt_jax.progress import size
 from train.durable.checkpoint import KEEP
-from train.durable.run_folder import RunFolder, require_cold_start
+from train.durable.run_folder import RunFolder
 from train.learn.optimizer import make_optimizer
 from train.model import config_of
 from train.settings import Run
@@ -123,7 +123,7 @@ def _items(run: Run, settings: dict[str, Any], run_folder: RunFolder) -> dict[st
     items = {
         "host memory": lambda: _host_memory(run),
         "disk": lambda: _disk(run, run_folder),
-        "run directory": lambda: _run_directory(run, settings, run_folder),
+        "run directory": lambda: _run_directory(settings, run_folder),
     }
     if run.model.path:
         items["weights"] = lambda: _weights(run)
@@ -243,11 +243,9 @@ def _disk(run: Run, run_folder: RunFolder) -> str:
     return room
 
 
-def _run_directory(run: Run, settings: dict[str, Any], run_folder: RunFolder) -> str:
-    """Require a folder that is new or of this run, and the run to start from."""
+def _run_directory(settings: dict[str, Any], run_folder: RunFolder) -> str:
+    """Require a folder that is new or of this run."""
     continues = run_folder.require_usable(settings)
-    if run.start:
-        require_cold_start(run.start, settings)
     return f"{run_folder.shown}: {'continues' if continues else 'new'}"
 
 

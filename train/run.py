@@ -171,16 +171,16 @@ def _run_folder(run: Run) -> RunFolder:
 def _open_home(
     run: Run, config: dict[str, Any], interrupts: Interrupts, stack: contextlib.ExitStack
 ) -> Home:
-    """Lock the run until `stack` closes, and copy what `run.start` provides."""
+    """Lock the run until `stack` closes."""
     run_folder = _run_folder(run)
     # One lock serves all processes of a run, so only the first one takes it.
     with hosts.one_after_another():
         if hosts.is_first():
-            run_folder.claim(config, run.start, stack)
+            run_folder.claim(config, stack)
         run_folder.pull()
     run_folder.require_shared()
     use_cache(run_folder.address)
-    metrics = MetricsWriter(run_folder.folder, run.wandb, config)
+    metrics = MetricsWriter(run_folder.folder)
     stack.enter_context(contextlib.closing(metrics))
     return Home(run_folder, config, metrics, Usage(), interrupts, run.profile)
 

@@ -16,7 +16,7 @@ from models.features import FrameSettings, frame_tokens
 from models.lora import LoRASettings
 from models.trained import TrainVision
 from paravt_jax.checks import require_at_least
-from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
+from paravt_jax.data.any_path import require_folder_or_bucket
 from paravt_jax.method.protocol import Lengths, ProtocolSettings
 from paravt_jax.method.tokenizer import Dialect
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -138,8 +138,6 @@ class Run:
     """Name of the run, shown in its report."""
     run_dir: str = ""
     """Output folder, on a disk or as gs://BUCKET/FOLDER. Empty: runs/NAME."""
-    start: str = ""
-    """Run whose data and finished cold start are reused: a folder, or gs:// if --run-dir is."""
     profile: int = 0
     """Step of each training phase to trace into RUN/profile (docs/speed.md); 0: none."""
     seed: int = 0
@@ -165,8 +163,6 @@ class Run:
     sft: SFTSettings | None = None
     rl: RLSettings | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
-    wandb: str = ""
-    """Project of Weights & Biases to log to; needs `pip install paravt-jax[wandb]`. Empty: none."""
 
     def __post_init__(self):
         if self.sft is not None and self.sft.steps == 0:
@@ -176,13 +172,8 @@ class Run:
                     "needs a recipe with rl, and weights that had the cold start: give --model.path"
                 )
             object.__setattr__(self, "sft", None)
-        for name in ("run_dir", "start"):
-            require_folder_or_bucket(name, getattr(self, name))
-        if self.start and is_bucket(self.start) != is_bucket(self.run_dir):
-            raise ValueError(
-                f"start, run_dir: {self.start!r}, {self.run_dir!r}; checkpoints are not copied "
-                "between a disk and a bucket: give two folders, or two gs:// addresses"
-            )
+            object.__setattr__(self, "align", None)
+        require_folder_or_bucket("run_dir", self.run_dir)
         if self.seed < 0:
             raise ValueError(f"seed: {self.seed}; must be 0 or more")
         if not 0 <= self.max_left_out <= 1:
@@ -220,11 +211,6 @@ class Run:
                     f"{name}.optimizer.name: 'muon' with lora; Muon is for whole matrices: choose "
                     "adamw, or set lora to None in a recipe of your own"
                 )
-        if self.start and self.sft is None:
-            raise ValueError(
-                f"start: {self.start}, but {self.name} has no cold start to reuse; begin with that "
-                f"run's weights: --model.path {self.start}/model"
-            )
         if self.align is not None and (self.model.size != "tiny" or self.model.path):
             raise ValueError(
                 f"align: set for model.size {self.model.size}, model.path {self.model.path!r}; "

@@ -5,7 +5,7 @@
 From the naive cold start of `paravt_tiny`, RL trains on multiple choice alone, once with K drawn
 per prompt from {4, ..., 64} and once with K = 64 for every prompt, where every overview shows the
 answer. No reward pays for calls. Each seed has a world, questions and demonstrations of its own,
-and a whole run of `paravt_tiny`, from which both arms take the cold start.
+and a run of `sft_tiny`, with whose model both arms begin.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from configs.ablations import UNGATED
-from configs.paravt_tiny import paravt_tiny
+from configs.paravt_tiny import paravt_tiny, sft_tiny
 from paravt_extras.report.discovery import greedy_curve, of_group
 from paravt_extras.report.result import read_result
 from paravt_extras.studies import study
@@ -53,17 +53,19 @@ class Gating(study.Command):
 
 
 def runs_of(command: Gating) -> dict[str, list[Run]]:
-    """Return the runs, one per seed: `paravt_tiny`, and both arms from its cold start."""
+    """Return the runs, one per seed: the cold start, and both arms from its model."""
     runs: dict[str, list[Run]] = {START: [], DRAWN: [], FIXED: []}
     for seed in command.seeds:
         folders = {name: f"{command.run_dir}/{name}-{seed}" for name in ("start", "drawn", "fixed")}
         seeds = {"seed": seed, "world.seed": seed, "text.seed": seed}
-        start = change(paravt_tiny(), "paravt_tiny", seeds | {"run_dir": folders["start"]})
-        arm = {"rl.kinds": ("mcq",), "start": start.run_dir}
+        start = change(sft_tiny(), "start", seeds | {"run_dir": folders["start"]})
+        arm = seeds | study.from_cold_start(start) | {"rl.kinds": ("mcq",)}
         arm["evaluation"] = study.greedy_evaluation()
         runs[START].append(start)
-        runs[DRAWN].append(change(start, "drawn", arm | {"run_dir": folders["drawn"]}))
-        runs[FIXED].append(change(start, "fixed", UNGATED | arm | {"run_dir": folders["fixed"]}))
+        runs[DRAWN].append(change(paravt_tiny(), "drawn", arm | {"run_dir": folders["drawn"]}))
+        runs[FIXED].append(
+            change(paravt_tiny(), "fixed", UNGATED | arm | {"run_dir": folders["fixed"]})
+        )
     return runs
 
 

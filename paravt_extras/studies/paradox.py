@@ -72,7 +72,7 @@ def runs_of(command: Paradox) -> dict[str, list[Run]]:
     runs = {COLD_START: [start]}
     for arm in ("GRPO", "PARA-GRPO") if weak else ARMS:
         name = "-".join(arm.lower().replace("+", "").split())
-        changed = change(base, name, {**ARMS[arm], "start": cold_start})
+        changed = change(base, name, {**ARMS[arm], **study.from_cold_start(start)})
         runs[arm] = [
             dataclasses.replace(changed, seed=seed, run_dir=str(command.folder / f"{name}-{seed}"))
             for seed in command.seeds

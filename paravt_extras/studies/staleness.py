@@ -44,8 +44,7 @@ def runs_of(command: Staleness, seed: int) -> list[Run]:
     start = change(sft_tiny(), "start", same | {"run_dir": folder})
     runs = [start]
     for bound in MAX_STALENESS:
-        arm = {
-            "start": start.run_dir,
+        arm = study.from_cold_start(start) | {
             "rl.max_staleness": bound,
             "run_dir": f"{command.run_dir}/stale{bound}-{seed}",
         }

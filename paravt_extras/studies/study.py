@@ -71,6 +71,11 @@ def greedy_evaluation() -> EvaluationSettings:
     )
 
 
+def from_cold_start(start: Run) -> dict[str, Any]:
+    """Return the fields of a run that begins RL with the model of a finished cold start."""
+    return {"sft.steps": 0, "model.path": f"{start.run_dir}/model"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
     """What every study is asked for.

@@ -90,12 +90,6 @@ def test_settings_that_contradict_each_other_are_refused(name, change, message):
         dataclasses.replace(run, **change)
 
 
-def test_a_cold_start_is_reused_in_one_way():
-    run = RECIPES["paravt_8b"]()
-    with pytest.raises(ValueError, match=r"start: a, .*--model\.path a/model"):
-        dataclasses.replace(run, start="a", sft=None)
-
-
 def test_weights_that_had_the_cold_start_replace_it():
     flags = ["--sft.steps", "0", "--model.path", "mwxely/ParaVT-8B-SFT"]
     run = parse(["--config=paravt_8b", *flags], RECIPES)

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from configs.paravt_tiny import paravt_tiny
-from paravt_jax.data.any_path import any_path
 from paravt_jax.data.stored import DamagedFileError
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, exit_code
 from train.durable import lease as leases
@@ -23,8 +22,6 @@ from train.durable.bucket import (
     BucketError,
     BucketFiles,
     OutageError,
-    copy_checkpoint,
-    is_complete,
     named_errors,
 )
 from train.durable.lease import Lease, LeaseError
@@ -175,7 +172,7 @@ def test_a_pull_makes_a_folder_equal_to_what_was_pushed(store, tmp_path):
     files = {"config.json": "{}", "empty": "", "records/a/b": "x", "metrics.jsonl": "1\n"}
     fill(here, files)
     # Not for other machines, or not complete.
-    local = [".lock", "wandb/log", "a.json.tmp", ".model.x.partial/b"]
+    local = [".lock", "a.json.tmp", ".model.x.partial/b"]
     fill(here, dict.fromkeys(local, "x"))
     files_here.push()
     fill(here, {"metrics.jsonl": "1\n2\n"})
@@ -256,19 +253,6 @@ def test_a_deleted_object_is_like_a_deleted_file_and_a_damaged_list_is_named(sto
         BucketFiles("gs://bucket/lost-object", tmp_path / "b").pull()
 
 
-def test_a_complete_checkpoint_is_copied_within_the_store(store):
-    # Orbax marks each item, too.
-    items = ("array", "meta", "meta/commit_success.txt", "state/commit_success.txt")
-    for name in (*items, "commit_success.txt"):
-        store.write(f"from/2/{name}", name.encode())
-    assert is_complete(any_path("gs://bucket/from/2"))
-    copy_checkpoint("gs://bucket/from/2", "gs://bucket/to/2")
-    assert store.names("to/") == sorted(f"to/2/{name}" for name in (*items, "commit_success.txt"))
-    assert store.read("to/2/array") == b"array"
-    store.delete("to/2/commit_success.txt")
-    assert not is_complete(any_path("gs://bucket/to/2"))
-
-
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """Moves this process to another machine, without the local files of runs."""
@@ -284,10 +268,10 @@ def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick
     settings = {"name": "x", "sft": {"steps": 3}}
     run_folder = RunFolder("gs://bucket/claims/x/")
     with contextlib.ExitStack() as stack:
-        run_folder.claim(settings, "", stack)
+        run_folder.claim(settings, stack)
         fill(run_folder.folder, {"metrics.jsonl": "1\n"})
         with pytest.raises(RunFolderError, match="in use by another process"):
-            RunFolder("gs://bucket/claims/x").claim(settings, "", contextlib.ExitStack())
+            RunFolder("gs://bucket/claims/x").claim(settings, contextlib.ExitStack())
     # A run that ends pushes what it wrote last.
     assert store.read("claims/x/metrics.jsonl") == b"1\n"
     machine("second")
@@ -295,10 +279,10 @@ def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick
     assert again.require_usable(settings)
     assert again.folder != run_folder.folder
     with contextlib.ExitStack() as stack:
-        again.claim(settings, "", stack)
+        again.claim(settings, stack)
         assert content(again.folder)["metrics.jsonl"] == "1\n"
     other = settings | {"name": "y"}
-    for use in (again.require_usable, lambda x: again.claim(x, "", contextlib.ExitStack())):
+    for use in (again.require_usable, lambda x: again.claim(x, contextlib.ExitStack())):
         with pytest.raises(RunFolderError) as error:
             use(other)
         assert "--run-dir gs://bucket/claims/x holds a run of another config" in str(error.value)
@@ -312,7 +296,6 @@ def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick
         ("run_dir", "az://bucket/run", "give a local folder, one that is mounted, or gs://"),
         ("run_dir", "gs://bucket", "run_dir: gs://bucket; give a folder in a bucket"),
         ("run_dir", "gs://bucket//run", "gs://BUCKET/FOLDER"),
-        ("start", "gs://bucket/run", "start, run_dir: 'gs://bucket/run', ''; checkpoints are not"),
     ],
 )
 def test_other_addresses_are_refused_in_one_line(field, path, message):

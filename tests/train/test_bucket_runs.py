@@ -26,7 +26,7 @@ PROGRAM = pathlib.Path(__file__).with_name("small.py")
 # Seconds. Two processes of four devices compile everything, on two cores.
 LONG = 900.0
 SHORT = """
---sft.steps 2 --rl.steps 4
+--sft.steps 2 --rl.steps 3
 --evaluation.frames 4 --evaluation.dispatch parallel --evaluation.temperatures 0.7 0
 """.split()
 TWO = ["--mesh.fsdp", "8"]
@@ -143,12 +143,6 @@ def test_a_run_equals_one_on_a_disk(store, machine, start, whole, tmp_path, caps
     for name in ("before", "after", "curve"):
         assert ours[name] == theirs[name]
     assert "runs/equal/in-use.txt" not in store.names("runs/equal/")
-
-    # Another run begins with its cold start, which the store copies.
-    assert train.run.main(command("gs://bucket/runs/other", "--start", address)) == 0
-    other = figures(store.read("runs/other/metrics.jsonl"), tmp_path)
-    assert other == [line for line in lines if line["phase"] == "rl"]
-    assert store.read("runs/other/model/model.safetensors") == weights
 
     for target in (str(tmp_path / "model"), "gs://bucket/exported"):
         assert train.export.main(["--run-dir", address, "--to", target]) == 0

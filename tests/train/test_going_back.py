@@ -17,12 +17,12 @@ from train.durable.run_folder import RunFolderError
 from train.durable.saver import Saver
 
 
-def train(folder: pathlib.Path, name: str, steps: int, **config: str) -> int:
+def train(folder: pathlib.Path, name: str, steps: int) -> int:
     """Train a phase, as a new process, to its last step; return the step it went on from.
 
     A file is made from the weights of each step, and a result at the end.
     """
-    home = open_home(folder, config=config)
+    home = open_home(folder)
     (folder / "evaluation").mkdir(exist_ok=True)
     kept = Checkpoints(folder / "checkpoints" / name, asynchronous=True)
     with Saver(name, Steps(steps, 2), home, kept, {}) as saver:
@@ -102,12 +102,3 @@ def test_a_damaged_checkpoint_is_named_and_stays_where_it_is(run):
             train(run, "rl", 4)
     shutil.rmtree(run / "checkpoints" / "rl" / "4")
     assert train(run, "rl", 4) == 2
-
-
-def test_a_cold_start_of_another_run_needs_no_metrics_here(run, tmp_path_factory):
-    other = tmp_path_factory.mktemp("other")
-    shutil.copytree(run / "checkpoints" / "sft", other / "checkpoints" / "sft")
-    start = {"start": str(run)}
-    assert (train(other, "sft", 4, **start), train(other, "rl", 4, **start)) == (4, 0)
-    assert train(other, "rl", 4, **start) == 4
-    assert {line["phase"] for line in read_metrics(other / "metrics.jsonl")} == {"rl"}

@@ -121,8 +121,7 @@ def test_a_killed_process_ends_the_others_and_the_same_command_resumes(together,
     """Bit for bit, with its episodes in flight."""
     folder = tmp_path / "killed"
     killed: list[float] = []
-    # With the cold start of the undisturbed run.
-    again = command(folder, "--start", str(two))
+    again = command(folder)
     kill = signalling(signal.SIGKILL, 1, lambda: done(folder, "rl") >= 3, killed)
     first, second = together(again, 2, devices=4, timeout=LONG, disturb=kill, heartbeat=10)
     assert time.monotonic() - killed[0] < 60
@@ -130,9 +129,7 @@ def test_a_killed_process_ends_the_others_and_the_same_command_resumes(together,
     assert lost_others(first), first
     for ended in together(again, 2, devices=4, timeout=LONG):
         assert ended.code == 0, ended.err[-3000:]
-    # The cold start's metrics stay with the run that made it.
-    after = [line for line in figures(two) if line["phase"] == "rl"]
-    assert figures(folder) == after
+    assert figures(folder) == figures(two)
 
 
 @pytest.mark.slow

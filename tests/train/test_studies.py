@@ -17,7 +17,7 @@ from paravt_extras.studies.gating import DRAWN, FIXED, Gating
 from paravt_extras.studies.paradox import COLD_START, Paradox
 from paravt_extras.studies.staleness import Staleness
 from train.durable.interrupts import Interrupts
-from train.durable.run_folder import claim_folder, cold_start_identity
+from train.durable.run_folder import claim_folder
 from train.run import resolved
 from train.settings import RLSettings, Run, change
 
@@ -116,10 +116,9 @@ def test_the_settings_of_the_paradox_share_one_cold_start():
     for arm in ARMS:
         assert [run.seed for run in runs[arm]] == [0, 5]
         for run in runs[arm]:
-            assert run.start == start.run_dir
-            assert cold_start_identity(resolved(run)) == cold_start_identity(
-                resolved(dataclasses.replace(start, seed=run.seed))
-            )
+            assert run.model.path == f"{start.run_dir}/model"
+            assert (run.sft, run.align) == (None, None)
+            assert (run.world, run.text) == (start.world, start.text)
             assert run.evaluation == start.evaluation
     assert len({run.run_dir for of_arm in runs.values() for run in of_arm}) == 9
 
@@ -129,20 +128,22 @@ def test_the_arms_of_gating_differ_in_k_alone():
     for start, drawn, fixed in zip(*runs.values(), strict=True):
         assert start.world is not None and start.seed == start.world.seed
         for arm in (drawn, fixed):
-            assert arm.start == start.run_dir
-            assert cold_start_identity(resolved(arm)) == cold_start_identity(resolved(start))
-        assert drawn.rl == dataclasses.replace(rl_of(start), kinds=("mcq",))
+            assert arm.model.path == f"{start.run_dir}/model"
+            assert (arm.sft, arm.align) == (None, None)
+            assert (arm.seed, arm.world, arm.text) == (start.seed, start.world, start.text)
+        assert drawn.rl == dataclasses.replace(rl_of(paravt_tiny()), kinds=("mcq",))
         assert fixed.rl == dataclasses.replace(rl_of(drawn), frame_budgets=(64,))
         same = {"rl": None, "run_dir": "", "name": ""}
         assert resolved(drawn) | same == resolved(fixed) | same
-    assert rl_of(runs[gating.START][0]) == paravt_tiny().rl
+        assert start.rl is None
 
 
 def test_the_arms_of_staleness_differ_in_the_bound_alone():
     start, *arms = staleness.runs_of(Staleness("s"), seed=5)
     assert [rl_of(arm).max_staleness for arm in arms] == list(staleness.MAX_STALENESS)
     for arm in arms:
-        assert cold_start_identity(resolved(arm)) == cold_start_identity(resolved(start))
+        assert arm.model.path == f"{start.run_dir}/model"
+        assert (arm.sft, arm.align) == (None, None)
         same = {"run_dir": arms[0].run_dir, "rl.max_staleness": 0}
         assert change(arm, arms[0].name, same) == arms[0]
 

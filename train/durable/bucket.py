@@ -16,17 +16,15 @@ from typing import Any
 
 import fsspec.core
 
-from paravt_jax.data.any_path import AnyPath, any_path, is_bucket
+from paravt_jax.data.any_path import any_path, is_bucket
 from paravt_jax.data.archives import ArchiveError, inside
 from paravt_jax.data.stored import DamagedFileError, parse_json
 from paravt_jax.processes.exit_codes import TEMPORARY, UserError
 
 MANIFEST = "files.json"
-# The last object that Orbax writes into a checkpoint in a bucket.
-COMMITTED = "commit_success.txt"
 _REMEDY = "restore it from a backup, or start anew with another --run-dir"
 # Checkpoints and compiled programs are in the bucket only. The others belong to one machine.
-_ELSEWHERE = ("checkpoints", "compiled", "wandb")
+_ELSEWHERE = ("checkpoints", "compiled")
 # In the errors of Google's packages and tensorstore, which have many types.
 _REFUSALS = ("Forbidden", "PERMISSION_DENIED", "DefaultCredentialsError")
 
@@ -74,25 +72,6 @@ def named_errors(address: str) -> Iterator[None]:
             f"{address}: the store cannot be reached ({cause}); the same command continues from "
             "the last checkpoint"
         ) from error
-
-
-def is_complete(checkpoint: AnyPath) -> bool:
-    """Return whether a checkpoint exists, on a disk or in a bucket, and is complete."""
-    return (checkpoint / COMMITTED if is_bucket(checkpoint) else checkpoint).exists()
-
-
-def copy_checkpoint(source: str, target: str) -> None:
-    """Copy a complete checkpoint within the store, unless the target is complete."""
-    with named_errors(target):
-        if is_complete(any_path(target)):
-            return
-        store, top = open_store(source)
-        _, below = open_store(target)
-        # The mark of a complete checkpoint comes last.
-        last = f"{top}/{COMMITTED}"
-        names = sorted(store.find(top), key=lambda name: name == last)
-        for chosen in (names[:-1], names[-1:]):
-            store.copy(chosen, [f"{below}{name.removeprefix(top)}" for name in chosen])
 
 
 class BucketFiles:

@@ -1,4 +1,4 @@
-"""Records the metrics of a run: metrics.jsonl, TensorBoard, and Weights & Biases on request.
+"""Records the metrics of a run: metrics.jsonl and TensorBoard.
 
 Prints a line per step as well, the same on a terminal and in a log file:
 
@@ -18,7 +18,6 @@ import os
 import pathlib
 import sys
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any, Literal, SupportsFloat
 
@@ -95,33 +94,21 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class MetricsWriter:
-    """Appends metrics to a run directory and to the configured trackers.
+    """Appends metrics to a run directory and to TensorBoard.
 
     In a run of several processes, only the first one writes.
 
     Args:
         run_dir: Receives metrics.jsonl and, per phase, TensorBoard events in tensorboard/PHASE.
-        wandb: Project of Weights & Biases to send metrics to; "": none.
-        config: Settings shown beside the curves there.
-
-    Raises:
-        ModuleNotFoundError: `wandb` is requested but not installed.
     """
 
-    def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        wandb: str = "",
-        config: Mapping[str, Any] | None = None,
-    ):
+    def __init__(self, run_dir: str | os.PathLike[str]):
         self._dir = pathlib.Path(run_dir)
         self.path = self._dir / "metrics.jsonl"
         # By phase; opened at the phase's first write.
         self._events: dict[str, tensorboardX.SummaryWriter] = {}
-        self._wandb = None
         if hosts.is_first():
             self._dir.mkdir(parents=True, exist_ok=True)
-            self._wandb = _open_wandb(self._dir, wandb, config or {}) if wandb else None
             if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
                 # The next line would be appended to an incomplete last one.
                 self._rewrite(read_metrics(self.path))
@@ -157,15 +144,10 @@ class MetricsWriter:
         for name, value in finite.items():
             self._events[phase].add_scalar(name, value, step, walltime=line["wall"])
         self._events[phase].flush()
-        if self._wandb is not None:
-            logged = {f"{phase}/{name}": value for name, value in finite.items()}
-            self._wandb.log(logged | {f"{phase}/step": int(step)})
         return line
 
     def truncate(self, phase: str, step: int) -> None:
         """Remove everything after `step` of `phase`, later phases included, before a run resumes.
-
-        W&B cannot forget; steps that run again appear there twice.
 
         Args:
             phase: The phase that resumes.
@@ -176,11 +158,9 @@ class MetricsWriter:
             self._rewrite([line for line in lines if _is_up_to(line, phase, step)])
 
     def close(self) -> None:
-        """Close the event files and the W&B run; metrics.jsonl needs no closing."""
+        """Close the event files; metrics.jsonl needs no closing."""
         for events in self._events.values():
             events.close()
-        if self._wandb is not None:
-            self._wandb.finish()
 
     def _rewrite(self, lines: list[dict[str, Any]]) -> None:
         write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in lines))
@@ -196,31 +176,6 @@ def _finite(value: SupportsFloat) -> float | None:
     """Return `value` as a float, None if it is not finite: JSON has no NaN or infinity."""
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def _open_wandb(run_dir: pathlib.Path, project: str, config: Mapping[str, Any]) -> Any:
-    try:
-        import wandb  # pyright: ignore[reportMissingImports]  (an extra)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "wandb: requested but not installed; `pip install 'paravt-jax[wandb]'`, or turn W&B off"
-        ) from error
-    # The id is stored, so that a resumed run continues the same W&B run.
-    id_file = run_dir / "wandb-id"
-    if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:12])
-    run = wandb.init(
-        project=project,
-        name=run_dir.name,
-        dir=str(run_dir),
-        config=dict(config),
-        id=id_file.read_text(),
-        resume="allow",
-    )
-    # Every phase counts its own steps, so each needs its own x-axis.
-    for phase in PHASES:
-        run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
-    return run
 
 
 class StepLines:

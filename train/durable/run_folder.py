@@ -17,7 +17,6 @@ import functools
 import hashlib
 import os
 import pathlib
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
@@ -33,11 +32,11 @@ from paravt_jax.data.stored import (
 )
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import UserError
-from train.durable.bucket import BucketFiles, copy_checkpoint, is_complete, named_errors
+from train.durable.bucket import BucketFiles, named_errors
 from train.durable.interrupts import Stopped
 from train.durable.lease import Lease
 
-FORMAT = 12
+FORMAT = 13
 """Version of a run's files. Raise it when this code cannot read older runs."""
 
 MAY_CHANGE = (
@@ -60,20 +59,6 @@ _CONFIG = "config.json"
 _FIRST = (_LOCK, _CONFIG, "config.json.tmp", "files.json", "in-use.txt")
 # An exported model is large, and only the first process looks whether it is there.
 _EXPORTS = ("model/", "adapter/")
-# Settings that determine a cold start, with those fields of `data` and without those of `protocol`.
-_COLD_START_SETTINGS = (
-    "world",
-    "text",
-    "model",
-    "lora",
-    "train_vision",
-    "frames",
-    "align",
-    "sft",
-    "protocol",
-)
-_DATA_FIELDS = ("annotations", "media", "frames")
-_ROLLOUT_FIELDS = ("pin_think", "max_calls", "turn_tokens", "trajectory_tokens", "text_tokens")
 
 
 class RunFolderError(UserError):
@@ -133,12 +118,11 @@ class RunFolder:
         with named_errors(self.shown):
             return self.address.exists() and _is_continued(self.address, config)
 
-    def claim(self, config: dict[str, Any], start: str, stack: contextlib.ExitStack) -> None:
+    def claim(self, config: dict[str, Any], stack: contextlib.ExitStack) -> None:
         """Lock the run until `stack` closes. Only the first process calls it.
 
         Args:
             config: The run's settings.
-            start: A run whose cold start is taken over; may be empty.
             stack: Gets what has to be closed.
 
         Raises:
@@ -154,9 +138,6 @@ class RunFolder:
             self._files.pull()
         stack.enter_context(claim_folder(self.folder, config))
         self.push()
-        if start:
-            self._take_over(start, config)
-            self.push()
         stack.push(self._push_at_end)
 
     def require_shared(self) -> None:
@@ -185,22 +166,6 @@ class RunFolder:
         """Push what was written since the last save, unless the run failed."""
         if kind is None or issubclass(kind, Stopped):
             self.push()
-
-    def _take_over(self, start: str, config: dict[str, Any]) -> None:
-        """Copy the data and the cold start of another run, so that this one begins with RL.
-
-        Folders and checkpoints that are already there stay.
-        """
-        require_cold_start(start, config)
-        missing = tuple(x for x in _cold_start_folders(config) if not (self.folder / x).exists())
-        with small_files(start, lambda name: name.startswith(missing)) as source:
-            for name in missing:
-                _copy_folder(source / name, self.folder / name, shutil.copy2)
-        for name in _cold_start_checkpoints(config):
-            if self._in_bucket:
-                copy_checkpoint(f"{start.rstrip('/')}/{name}", f"{self.shown}/{name}")
-            else:
-                _copy_folder(pathlib.Path(start) / name, self.folder / name, _link_or_copy)
 
 
 def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> TextIO:
@@ -262,8 +227,7 @@ def _is_continued(folder: AnyPath, config: dict[str, Any]) -> bool:
         f"--run-dir {folder} holds a run of another configuration",
         identity(read_config(folder, "--run-dir")),
         identity(as_json(config, "the run's configuration")),
-        f"Name another --run-dir (--start {folder} keeps its cold start if that has the same "
-        "settings), or use its settings.",
+        "Name another --run-dir, or use its settings.",
         RunFolderError,
     )
     return True
@@ -304,56 +268,6 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def cold_start_identity(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that determine a cold start; runs that agree on them can share one."""
-    config = identity(config)
-    settings = {name: config[name] for name in _COLD_START_SETTINGS}
-    settings["protocol"] = {
-        name: value for name, value in config["protocol"].items() if name not in _ROLLOUT_FIELDS
-    }
-    if config.get("data"):
-        settings["data"] = {name: config["data"][name] for name in _DATA_FIELDS}
-    return settings
-
-
-def require_cold_start(start: str, config: dict[str, Any]) -> None:
-    """Raise RunFolderError unless a run has a finished cold start of the same settings.
-
-    Args:
-        start: Directory of the other run, or its address in a bucket.
-        config: This run's settings.
-    """
-    source = any_path(start)
-    with named_errors(start):
-        missing = [_CONFIG] if not (source / _CONFIG).exists() else []
-        if not missing:
-            require_same(
-                f"--start {start} holds a cold start of other settings",
-                cold_start_identity(read_config(source, "--start")),
-                cold_start_identity(as_json(config, "the run's configuration")),
-                "Name another --start, or use its settings.",
-                RunFolderError,
-            )
-            missing = [x for x in _cold_start_folders(config) if not (source / x).exists()]
-            missing += [x for x in _cold_start_checkpoints(config) if not is_complete(source / x)]
-    if missing:
-        raise RunFolderError(
-            f"--start {start} is not a run with a finished cold start: {', '.join(missing)} "
-            "missing; resume that run first."
-        )
-
-
-def _cold_start_folders(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of the folders that a cold start has made, without checkpoints."""
-    return ("tokenizer",) if config.get("data") else ("videos", "records", "tokenizer")
-
-
-def _cold_start_checkpoints(config: dict[str, Any]) -> list[str]:
-    """Return the names of the last checkpoints of a cold start."""
-    phases = [phase for phase in ("align", "sft") if config[phase]]
-    return [f"checkpoints/{phase}/{config[phase]['steps']}" for phase in phases]
-
-
 def _is_read(name: str) -> bool:
     return not name.startswith(_EXPORTS)
 
@@ -373,23 +287,3 @@ def small_files(run_dir: str, wanted: Callable[[str], bool] = _is_read) -> Itera
         folder = pathlib.Path(temporary) / run_dir.rstrip("/").rpartition("/")[2]
         BucketFiles(run_dir, folder).pull(wanted)
         yield folder
-
-
-def _copy_folder(
-    source: pathlib.Path, target: pathlib.Path, copy: Callable[[str, str], object]
-) -> None:
-    """Copy a folder unless the target exists, which is complete even after a kill."""
-    if target.exists():
-        return
-    unfinished = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.copytree(source, unfinished, copy_function=copy)
-    unfinished.rename(target)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    """Make a second name for a file, which takes no space, or a copy on another disk."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

@@ -35,12 +35,7 @@ from train.durable.metrics import (
     read_metrics,
     say,
 )
-from train.durable.run_folder import (
-    RunFolder,
-    RunFolderError,
-    cold_start_identity,
-    identity,
-)
+from train.durable.run_folder import RunFolder, RunFolderError, identity
 from train.durable.usage import Usage
 from train.evaluation_file import forget_after
 from train.learn.packing import GroupLengths
@@ -276,9 +271,7 @@ class Saver:
 
     def _require_metrics(self) -> None:
         """Raise RunFolderError if metrics.jsonl lacks lines of steps that are saved."""
-        # The cold start of another run has its metrics there.
-        is_own = self.name == "rl" or not self._home.config.get("start")
-        if is_own and len(self._own_lines(1, self.finished_steps)) < self.finished_steps:
+        if len(self._own_lines(1, self.finished_steps)) < self.finished_steps:
             raise RunFolderError(
                 f"{self._home.metrics.path}: lines up to {self._step(self.finished_steps)} are "
                 f"lost: {_BACKUP}"
@@ -350,7 +343,7 @@ class Saver:
             good = f"the last finite checkpoint is {self._step(newest)}"
         return ValueError(
             f"{what}; {good}, and the same command computes the same again: lower the learning "
-            "rate in another --run-dir (--start takes over a finished cold start)"
+            "rate in another --run-dir"
         )
 
 
@@ -403,13 +396,10 @@ def open_saver(
         origin: What the run starts from.
         form: The form in which states are stored; None: as they are.
     """
-    # Another run may take over a cold start (`Run.start`), so its checkpoints record only the
-    # settings that affect a cold start.
-    recorded = identity(home.config) if name == "rl" else cold_start_identity(home.config)
     checkpoints = Checkpoints(
         home.run_folder.checkpoints / name,
         asynchronous=True,
-        identity={"settings": recorded, **origin.content},
+        identity={"settings": identity(home.config), **origin.content},
     )
     meta = {
         "settings": home.config,
