@@ -178,7 +178,7 @@ def test_the_paradox_writes_its_table_and_its_figure_and_finished_runs_are_only_
 
 def test_gating_compares_both_arms_before_and_after(fake, tmp_path):
     assert gating.main(["--run-dir", str(tmp_path), "--seeds", "7", "9"]) == 0
-    assert [name for name, _ in fake.done] == ["paravt_tiny", "drawn", "fixed"] * 2
+    assert [name for name, _ in fake.done] == ["start", "drawn", "fixed"] * 2
     table = cells(tmp_path)
     assert table[""] == [DRAWN, FIXED]
     assert table["accuracy, choice, K = 4, before RL"] == ["0.1 [0.1, 0.1]"] * 2
