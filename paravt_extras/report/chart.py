@@ -1,4 +1,4 @@
-"""A run's charts as inline SVG: lines over steps, and stacked bars of seconds per step.
+"""A run's charts as inline SVG: lines over steps.
 
 Matplotlib draws them. Their colours are variables of report.css, so a chart follows the light or
 dark theme of the page. A missing value leaves a gap in the line.
@@ -25,8 +25,6 @@ WIDTH = 320
 HEIGHT = 150
 # A line has at most this many points: about one per pixel.
 POINTS = 300
-# At most this many bars.
-BARS = 60
 # Matplotlib knows no variables of CSS. It draws with the colours #000000, #000001, ... instead.
 COLOURS = ("accent", "line", "quiet", "s0", "s1", "s2", "s3", "s4", "s5")
 
@@ -34,7 +32,7 @@ Point = tuple[float, float | None]
 
 
 class Chart(NamedTuple):
-    """A drawing, and the names of its curves or layers, if there are several."""
+    """A drawing, and the names of its curves, if there are several."""
 
     svg: markupsafe.Markup
     legend: Sequence[str] = ()
@@ -50,7 +48,7 @@ def line_chart(
         low: value that the y-axis must include.
         high: value that the y-axis must include.
     """
-    steps, values = _thin(*_arrays(points), POINTS)
+    steps, values = _thin(*_arrays(points))
     bounds = [bound for bound in (low, high) if bound is not None]
     axes = _axes(steps, np.append(values, bounds))
     span = len(values) // 12
@@ -72,32 +70,11 @@ def lines_chart(
         low: value that the y-axis must include.
         high: value that the y-axis must include.
     """
-    lines = [_arrays(points) for _, points in series]
+    lines = [_thin(*_arrays(points)) for _, points in series]
     everything = np.concatenate(lines, axis=1)
     axes = _axes(everything[0], np.append(everything[1], (low, high)))
     for n, (steps, values) in enumerate(lines):
         _line(axes, steps, values, f"s{n % 6}")
-    return Chart(_svg(axes), [name for name, _ in series])
-
-
-def stacked_chart(
-    steps: Sequence[float], series: Sequence[tuple[str, Sequence[float | None]]]
-) -> Chart:
-    """Return stacked bars over steps.
-
-    Args:
-        steps: one bar per step; long histories are thinned.
-        series: (name, values) of each layer, from the bottom up; None counts as 0.
-    """
-    layers = [np.nan_to_num(np.array(values, float)) for _, values in series]
-    thin = [_thin(np.array(steps, float), layer, BARS) for layer in layers]
-    tops = np.cumsum([values for _, values in thin], axis=0)
-    axes = _axes(thin[0][0], np.append(tops, 0.0))
-    edges = np.linspace(*axes.get_xlim(), tops.shape[1] + 1)
-    bottom = np.zeros(tops.shape[1])
-    for layer, top in enumerate(tops):
-        axes.stairs(top, edges, baseline=bottom, fill=True, color=_colour(f"s{layer % 6}"))
-        bottom = top
     return Chart(_svg(axes), [name for name, _ in series])
 
 
@@ -116,13 +93,13 @@ def _arrays(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
     return steps, values
 
 
-def _thin(steps: np.ndarray, values: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Merge neighbours into at most `limit` means. The first and the last step stay."""
-    if len(steps) <= limit:
+def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Merge neighbours into at most `POINTS` means. The first and the last step stay."""
+    if len(steps) <= POINTS:
         return steps, values
-    groups = [group[np.isfinite(group)] for group in np.array_split(values, limit)]
+    groups = [group[np.isfinite(group)] for group in np.array_split(values, POINTS)]
     means = [group.mean() if group.size else np.nan for group in groups]
-    return np.linspace(steps[0], steps[-1], limit), np.array(means)
+    return np.linspace(steps[0], steps[-1], POINTS), np.array(means)
 
 
 def _axes(steps: np.ndarray, values: np.ndarray) -> Axes:

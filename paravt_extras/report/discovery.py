@@ -1,18 +1,15 @@
 """What was learned: the first part of a run's report.
 
-Greedy accuracy and calls by K over the steps of RL; the same figures for choice and grounding
-separately, and by whether an overview frame shows the answer; and questions answered wrongly
-without crops before RL, and rightly with crops side by side after it.
+Greedy accuracy and calls by K over the steps of RL, and the same figures for choice and grounding
+separately, and by whether an overview frame shows the answer.
 """
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from paravt_extras.report.chart import Chart, lines_chart
-from rollout.report.episode_card import EXECUTED, episode_card
 
 Record = dict[str, Any]
 GROUPS = {
@@ -100,40 +97,3 @@ def group_table(result: Record) -> list[tuple[str, list[Record]]]:
         if lines:
             table.append((title, lines))
     return table
-
-
-def choose_pairs(episodes: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Return the same question before and after RL, greedily decoded: at most one pair per kind.
-
-    In a pair there is no call and a score below 0.5 before RL, and a score of 1 with several crops
-    in one turn after it. Of each kind of question, the pair with the smallest K is chosen.
-    """
-    before = {_key(episode): episode for episode in episodes if episode.get("phase") == "before"}
-    pairs: dict[str, tuple[Record, Record]] = {}
-    for episode in sorted(episodes, key=lambda episode: episode["k"]):
-        old = before.get(_key(episode))
-        if episode.get("phase") != "after" or episode["temperature"] or old is None:
-            continue
-        side_by_side = max((_executed(turn) for turn in episode["turns"]), default=0)
-        learned = episode["rewards"]["accuracy"] == 1 and side_by_side > 1
-        guessed = old["rewards"]["accuracy"] < 0.5 and not any(t["calls"] for t in old["turns"])
-        if learned and guessed:
-            pairs.setdefault(episode["question"]["kind"], (old, episode))
-    return [pairs[kind] for kind in sorted(pairs)]
-
-
-def _executed(turn: Record) -> int:
-    """Return the number of a turn's calls that were carried out."""
-    return sum(call["status"] in EXECUTED for call in turn["calls"])
-
-
-def _key(episode: Record) -> tuple[Any, ...]:
-    return episode["question"]["id"], episode["k"], episode["temperature"], episode["dispatch"]
-
-
-def pair_cards(root: pathlib.Path, episodes: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Return the cards of `choose_pairs`, unfolded."""
-    return [
-        (episode_card(root, old, True), episode_card(root, new, True))
-        for old, new in choose_pairs(episodes)
-    ]

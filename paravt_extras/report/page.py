@@ -22,9 +22,9 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from models.family import REHEARSAL
-from paravt_extras.report.chart import Chart, line_chart, stacked_chart
+from paravt_extras.report.chart import Point, line_chart, lines_chart
 from paravt_extras.report.claim import claim_charts, is_shown
-from paravt_extras.report.discovery import group_table, learning_curves, pair_cards
+from paravt_extras.report.discovery import group_table, learning_curves
 from paravt_extras.report.result import read_result, result_so_far
 from paravt_jax.data.stored import read_checked_json, write_atomically
 from rollout.report.episode_card import episode_card
@@ -79,11 +79,11 @@ PHASES = {
     "sft": "Cold start",
     "align": "Alignment of the vision tower",
 }
-STACKS = (
+SECONDS = (
     ("time/", "seconds by phase", "of each step"),
     ("idle/", "idle seconds", "of each step, mean over hosts; tail: slots without a rollout"),
 )
-"""Prefix of metrics whose sum is of interest, title and note of their chart."""
+"""Prefix of metrics that share a chart, its title and note."""
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
@@ -111,7 +111,6 @@ def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
         figures=key_figures(result),
         learning=learning,
         groups=group_table(result),
-        pairs=pair_cards(root, episodes),
         facts=_facts(result, config.get("model", {}).get("dtype")),
         claims=claim_charts(rl_lines),
         phases=_phases(metrics),
@@ -250,33 +249,37 @@ def _phases(metrics: list[Record]) -> list[tuple[str, list[Record]]]:
 
 
 def _charts(lines: list[Record]) -> list[Record]:
-    """Return the charts of the recorded metrics: known curves, stacked seconds, the rest."""
+    """Return the charts of the recorded metrics: known curves, seconds by phase, the rest."""
     keys = {key for key in _recorded(lines) if not is_shown(key)}
     charts = [_curve(lines, curve) for curve in CURVES if curve.key in keys]
     rest = sorted(keys - {curve.key for curve in CURVES})
-    for prefix, title, note in STACKS:
-        layers = [key for key in rest if key.startswith(prefix)]
-        if layers:
-            charts.append(_stack(lines, layers, title, note))
-            rest = [key for key in rest if key not in layers]
+    for prefix, title, note in SECONDS:
+        shared = [key for key in rest if key.startswith(prefix)]
+        if shared:
+            series = [(key.removeprefix(prefix), _points(lines, key)) for key in shared]
+            chart = lines_chart(series, 0.0, 0.0)
+            charts.append({"title": title, "note": note, "chart": chart})
+            rest = [key for key in rest if key not in shared]
     unnamed = [Curve(key, key.replace("_", " ").replace("/", ": ")) for key in rest]
     return charts + [_curve(lines, curve) for curve in unnamed]
 
 
 def _curve(lines: list[Record], curve: Curve) -> Record:
-    """Return the chart of a recorded metric."""
-    history = [line.get(curve.key) for line in lines]
-    points = [(line["step"], value) for line, value in zip(lines, history, strict=True)]
-    chart = line_chart(points, curve.low, curve.high)
-    return _figure(curve.title, curve.note, history, chart)
+    """Return the chart of a recorded metric, and the means of its first and last tenth."""
+    points = _points(lines, curve.key)
+    known = [value for _, value in points if value is not None]
+    tenth = max(1, len(known) // 10)
+    return {
+        "title": curve.title,
+        "note": curve.note,
+        "first": sum(known[:tenth]) / tenth,
+        "last": sum(known[-tenth:]) / tenth,
+        "chart": line_chart(points, curve.low, curve.high),
+    }
 
 
-def _stack(lines: list[Record], keys: Sequence[str], title: str, note: str) -> Record:
-    """Return the chart of seconds whose sum is of interest."""
-    totals = [sum(line.get(key) or 0.0 for key in keys) for line in lines]
-    layers = [(key.partition("/")[2], [line.get(key) for line in lines]) for key in keys]
-    chart = stacked_chart([line["step"] for line in lines], layers)
-    return _figure(title, note, totals, chart)
+def _points(lines: list[Record], key: str) -> list[Point]:
+    return [(line["step"], line.get(key)) for line in lines]
 
 
 def _recorded(lines: list[Record]) -> set[str]:
@@ -286,20 +289,6 @@ def _recorded(lines: list[Record]) -> set[str]:
         for line in lines
         for key, value in line.items()
         if isinstance(value, int | float) and key not in ("step", "wall")
-    }
-
-
-def _figure(title: str, note: str, values: Sequence[float | None], chart: Chart) -> Record:
-    """Return a chart with its caption, which shows the means of the first and the last tenth of
-    values."""
-    known = [value for value in values if value is not None]
-    tenth = max(1, len(known) // 10)
-    return {
-        "title": title,
-        "note": note,
-        "first": sum(known[:tenth]) / tenth,
-        "last": sum(known[-tenth:]) / tenth,
-        "chart": chart,
     }
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from paravt_extras.scenes.storyboard import FPS, Moment, SceneVideo, Vehicle
+from paravt_extras.scenes.storyboard import FPS, Moment, SceneVideo
 from paravt_jax.method.records import Question, QuestionKind
 
 LETTERS = "ABCD"
@@ -157,9 +158,6 @@ class _Draft:
     span: tuple[float, float] | None = None
 
 
-_Maker = Callable[[SceneVideo, np.random.Generator], _Draft]
-
-
 def questions(
     video: SceneVideo, seed: int, count: int = QUESTIONS_PER_VIDEO
 ) -> tuple[SceneQuestion, ...]:
@@ -178,7 +176,8 @@ def questions(
     places = {size: _balanced_places(size, count, rng) for size in (2, 4)}
     asked = []
     for name in chosen:
-        draft = _MAKERS[name](video, rng)
+        ask, about = _MAKERS[name]
+        draft = ask(video, rng, *about)
         place = places[len(draft.options)].pop() if draft.options else 0
         asked.append(_worded(video, name, draft, place, rng))
     return tuple(asked)
@@ -200,23 +199,16 @@ def _worded(
     only = draft.moments[0] if len(draft.moments) == 1 else None
     evidence = None if only is None else (only.start, only.end - 1 / FPS)
     id = f"{video.id}/{name.replace(' ', '-')}"
+    options = []
     if draft.span is not None:
         kind = QuestionKind.TEMPORAL_GROUNDING
         answer = f"[{draft.span[0]:g}, {draft.span[1]:g}]"
-        question = Question(id, video.path, text, kind, answer, evidence=evidence)
-        return SceneQuestion(question, name, draft.moments)
-    right, *wrong = draft.options
-    options = [wrong[n] for n in rng.permutation(len(wrong))]
-    options.insert(place, right)
-    question = Question(
-        id,
-        video.path,
-        text,
-        QuestionKind.MULTIPLE_CHOICE,
-        LETTERS[place],
-        tuple(options),
-        evidence=evidence,
-    )
+    else:
+        kind, answer = QuestionKind.MULTIPLE_CHOICE, LETTERS[place]
+        right, *wrong = draft.options
+        options = [wrong[n] for n in rng.permutation(len(wrong))]
+        options.insert(place, right)
+    question = Question(id, video.path, text, kind, answer, tuple(options), evidence=evidence)
     return SceneQuestion(question, name, draft.moments)
 
 
@@ -232,23 +224,16 @@ def _drawn(moments: Sequence[Moment], count: int, rng: np.random.Generator) -> t
     return tuple(moments[n] for n in rng.permutation(len(moments))[:count])
 
 
-def _vehicle(moment: Moment) -> Vehicle:
-    assert moment.vehicle is not None
-    return moment.vehicle
-
-
-def _number(moment: Moment) -> str:
-    return str(_vehicle(moment).number)
-
-
-def _colour(moment: Moment) -> str:
-    return _vehicle(moment).colour
-
-
 def _names(video: SceneVideo, moment: Moment) -> dict[str, str]:
-    """Return what sentences may name of a moment."""
+    """Return what sentences and options may name of a moment."""
     place = video.chapter_of(moment).place
-    names = {"word": moment.word, "vehicle": place.vehicle, "animals": place.animals}
+    names = {
+        "word": moment.word,
+        "vehicle": place.vehicle,
+        "animals": place.animals,
+        "count": str(moment.animals),
+        "clock": video.clock((moment.start + moment.end) / 2),
+    }
     if moment.vehicle is not None:
         names |= {"colour": moment.vehicle.colour, "number": str(moment.vehicle.number)}
     return names
@@ -258,7 +243,7 @@ def _shown_by(
     video: SceneVideo,
     rng: np.random.Generator,
     parts: Sequence[str],
-    shows: Callable[[Moment], str],
+    name: str,
 ) -> _Draft:
     """Return what one moment shows; the wrong options are shown by other moments.
 
@@ -266,20 +251,13 @@ def _shown_by(
         video: The video.
         rng: Source of the choices.
         parts: Parts of the moment. The last one is what is asked about.
-        shows: The option that a moment gives.
+        name: What an option names of its moment.
     """
     (moment,) = _drawn(_with_parts(video, *parts), 1, rng)
     others = [other for other in _with_parts(video, parts[-1]) if other is not moment]
-    options = (moment, *_drawn(others, 3, rng))
-    return _Draft(_names(video, moment), (moment,), tuple(map(shows, options)))
-
-
-def _ask_clock(video: SceneVideo, rng: np.random.Generator) -> _Draft:
-    def shows(moment: Moment) -> str:
-        return video.clock((moment.start + moment.end) / 2)
-
-    # The board is in all places, so the question does not tell in which part of the video to look.
-    return _shown_by(video, rng, ("word",), shows)
+    shown = (moment, *_drawn(others, 3, rng))
+    options = tuple(_names(video, each)[name] for each in shown)
+    return _Draft(_names(video, moment), (moment,), options)
 
 
 def _ask_order(video: SceneVideo, rng: np.random.Generator) -> _Draft:
@@ -289,9 +267,7 @@ def _ask_order(video: SceneVideo, rng: np.random.Generator) -> _Draft:
     return _Draft(names, (right, wrong), (right.word, wrong.word))
 
 
-def _in_order(
-    video: SceneVideo, rng: np.random.Generator, shows: Callable[[Moment], str]
-) -> _Draft:
+def _in_order(video: SceneVideo, rng: np.random.Generator, name: str) -> _Draft:
     """Return what two vehicles show. The options combine two values of each, so that all occur
     alike."""
     first, second = _drawn(_with_parts(video, "word", "vehicle"), 2, rng)
@@ -299,7 +275,9 @@ def _in_order(
     instead, after = _drawn(others, 2, rng)
     pairs = ((first, second), (first, after), (instead, second), (instead, after))
     names = {"first": first.word, "second": second.word}
-    options = tuple(f"{shows(a)}, then {shows(b)}" for a, b in pairs)
+    options = tuple(
+        ", then ".join(_names(video, moment)[name] for moment in pair) for pair in pairs
+    )
     return _Draft(names, (first, second), options)
 
 
@@ -320,29 +298,25 @@ def _ask_sum(video: SceneVideo, rng: np.random.Generator) -> _Draft:
     return _Draft(names, (first, second), tuple(map(str, (right, *wrong))))
 
 
-def _ask_when_word(video: SceneVideo, rng: np.random.Generator) -> _Draft:
-    (moment,) = _drawn(_with_parts(video, "word"), 1, rng)
-    return _Draft(_names(video, moment), (moment,), span=(moment.start, moment.end))
+def _ask_when(video: SceneVideo, rng: np.random.Generator, part: str) -> _Draft:
+    (moment,) = _drawn(_with_parts(video, part), 1, rng)
+    span = moment.visit if part == "vehicle" else (moment.start, moment.end)
+    return _Draft(_names(video, moment), (moment,), span=span)
 
 
-def _ask_when_vehicle(video: SceneVideo, rng: np.random.Generator) -> _Draft:
-    (moment,) = _drawn(_with_parts(video, "vehicle"), 1, rng)
-    return _Draft(_names(video, moment), (moment,), span=moment.visit)
-
-
-_MAKERS: dict[str, _Maker] = {
-    "word": lambda video, rng: _shown_by(video, rng, ("vehicle", "word"), lambda m: m.word),
-    "number": lambda video, rng: _shown_by(video, rng, ("word", "vehicle"), _number),
-    "count": lambda video, rng: _shown_by(
-        video, rng, ("word", "animals"), lambda m: str(m.animals)
-    ),
-    "clock": _ask_clock,
-    "colour": lambda video, rng: _shown_by(video, rng, ("word", "vehicle"), _colour),
-    "order": _ask_order,
-    "numbers": lambda video, rng: _in_order(video, rng, _number),
-    "sum": _ask_sum,
-    "colours": lambda video, rng: _in_order(video, rng, _colour),
-    "when word": _ask_when_word,
-    "when vehicle": _ask_when_vehicle,
-    "when number": _ask_when_vehicle,
+# How each family is asked, and with what.
+_MAKERS: dict[str, tuple[Callable[..., _Draft], tuple[Any, ...]]] = {
+    "word": (_shown_by, (("vehicle", "word"), "word")),
+    "number": (_shown_by, (("word", "vehicle"), "number")),
+    "count": (_shown_by, (("word", "animals"), "count")),
+    # The board is in all places, so the question does not tell in which part of the video to look.
+    "clock": (_shown_by, (("word",), "clock")),
+    "colour": (_shown_by, (("word", "vehicle"), "colour")),
+    "order": (_ask_order, ()),
+    "numbers": (_in_order, ("number",)),
+    "sum": (_ask_sum, ()),
+    "colours": (_in_order, ("colour",)),
+    "when word": (_ask_when, ("word",)),
+    "when vehicle": (_ask_when, ("vehicle",)),
+    "when number": (_ask_when, ("vehicle",)),
 }

@@ -96,19 +96,11 @@ class Canvas:
 
 @functools.cache
 def _font(pixels: float) -> ImageFont.FreeTypeFont:
-    """Return pillow's own font, of a size at which digits are so many pixels high.
-
-    Raises:
-        ImportError: Pillow was built without FreeType.
-    """
-    _, top, _, bottom = _font_of_size(100).getbbox("0", anchor="ls")
-    return _font_of_size(100 * pixels / (bottom - top))
-
-
-def _font_of_size(size: float) -> ImageFont.FreeTypeFont:
-    font = ImageFont.load_default(size)
-    if not isinstance(font, ImageFont.FreeTypeFont):
-        raise ImportError("Pillow has no FreeType here; install one of its wheels")
+    """Return pillow's own font, of a size at which digits are so many pixels high."""
+    _, top, _, bottom = ImageFont.load_default(100).getbbox("0", anchor="ls")
+    font = ImageFont.load_default(100 * pixels / (bottom - top))
+    # Pillow's wheels have FreeType.
+    assert isinstance(font, ImageFont.FreeTypeFont)
     return font
 
 

@@ -15,7 +15,7 @@ from paravt_extras.scenes import sprites
 from paravt_extras.scenes.canvas import Canvas
 from paravt_extras.scenes.places import draw_place
 from paravt_extras.scenes.sprites import Sprite
-from paravt_extras.scenes.storyboard import ENTRY, FPS, Chapter, Moment, SceneVideo, Vehicle
+from paravt_extras.scenes.storyboard import ENTRY, FPS, Chapter, Moment, SceneVideo
 
 # x264 at constant quality and with one thread writes the same bytes every time.
 _ENCODER = {"qp": "20", "preset": "superfast", "threads": "1", "bf": "0"}
@@ -39,8 +39,11 @@ class Film:
     def __init__(self, video: SceneVideo):
         self._stages = [_Stage(video, chapter) for chapter in video.chapters]
 
-    def picture(self, frame: int) -> tuple[Picture, bool]:
-        """Return the RGB pixels of a frame, and whether they are those of the frame before."""
+    def picture(self, frame: int) -> Picture:
+        """Return the RGB pixels of a frame: the same array as before if nothing has changed.
+
+        Calls have to be in order of time.
+        """
         time = frame / FPS
         stage = next(stage for stage in self._stages if time < stage.chapter.end)
         return stage.picture(time)
@@ -69,25 +72,21 @@ class _Stage:
         }
         self._background = self._plate
         self._shown: tuple[int, str] | None = None
-        self._still = False
 
-    def picture(self, time: float) -> tuple[Picture, bool]:
-        """Draw like `Film.picture`. Calls have to be in order of time."""
+    def picture(self, time: float) -> Picture:
+        """Draw like `Film.picture`."""
         word = next((m.word for m in self.chapter.moments if m.start <= time < m.end), "")
         # Clouds and clock move once per second, so most frames without visitors are alike.
-        changed = self._shown != (int(time), word)
-        if changed:
+        if self._shown != (int(time), word):
             self._background = self._draw_background(int(time), word)
             self._shown = int(time), word
         visiting = [m for m in self.chapter.moments if m.visit[0] <= time < m.visit[1]]
-        same = self._still and not changed and not visiting
-        self._still = not visiting
         if not visiting:
-            return self._background, same
+            return self._background
         picture = self._background.copy()
         for moment in visiting:
             self._draw_visitors(picture, moment, time)
-        return picture, False
+        return picture
 
     def _draw_background(self, second: int, word: str) -> Picture:
         lines = self._video.lines
@@ -148,11 +147,7 @@ _cloud = functools.lru_cache(maxsize=4)(sprites.cloud)
 _board = functools.lru_cache(maxsize=16)(sprites.board)
 _clock = functools.lru_cache(maxsize=4)(sprites.clock)
 _animal = functools.lru_cache(maxsize=16)(sprites.animal)
-
-
-@functools.lru_cache(maxsize=16)
-def _vehicle(kind: str, look: Vehicle, lines: int) -> Sprite:
-    return sprites.vehicle(kind, look, lines)
+_vehicle = functools.lru_cache(maxsize=16)(sprites.vehicle)
 
 
 def encode(video: SceneVideo, file: pathlib.Path) -> None:
@@ -167,10 +162,11 @@ def encode(video: SceneVideo, file: pathlib.Path) -> None:
         stream.height = video.lines
         stream.pix_fmt = "yuv420p"
         stream.gop_size = _GOP_SECONDS * FPS
-        frame = None
+        frame = shown = None
         for number in range(video.frames):
-            picture, same = film.picture(number)
-            if frame is None or not same:
+            picture = film.picture(number)
+            if frame is None or picture is not shown:
+                shown = picture
                 frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
                 frame = frame.reformat(format="yuv420p", threads=1)
             frame.pts = number

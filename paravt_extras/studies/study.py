@@ -98,13 +98,13 @@ def carry_out(
     folder: pathlib.Path,
     arms: Mapping[str, Sequence[Run]],
     figures: Callable[[Run], Figures],
-    draw: Callable[[Mapping[str, Sequence[Run]]], Figure] | None = None,
+    draw: Callable[[Mapping[str, Sequence[Run]]], Figure],
 ) -> int:
     """Execute the runs that are not finished, and compare arms; return the exit code.
 
     Args:
         runs: All runs, in their order.
-        folder: Where to write results.json, table.md and, if there is a drawing, figure.svg.
+        folder: Where to write results.json, table.md and figure.svg.
         arms: The runs to compare, one per seed.
         figures: Returns the figures of a finished run.
         draw: Draws the arms.
@@ -119,8 +119,7 @@ def carry_out(
                 if not finished:
                     print(f"run {number} of {len(runs)}: {run.run_dir}", file=sys.stderr)
                     execute(run, interrupts)
-        drawing = None if draw is None else draw(arms)
-        write(folder, {arm: [*map(figures, of_arm)] for arm, of_arm in arms.items()}, drawing)
+        write(folder, {arm: [*map(figures, of_arm)] for arm, of_arm in arms.items()}, draw(arms))
         return 0
 
     return command(runs[0], work)

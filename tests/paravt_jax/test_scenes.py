@@ -35,7 +35,7 @@ def short_video(lines: int = 360, place: int = 0, count: int = 5) -> SceneVideo:
 
 def pictures(shown: SceneVideo) -> list[np.ndarray]:
     drawn = film.Film(shown)
-    return [drawn.picture(n)[0].astype(np.int16) for n in range(shown.frames)]
+    return [drawn.picture(n).astype(np.int16) for n in range(shown.frames)]
 
 
 def frames_showing(shown: SceneVideo, moment: Moment, budget: int) -> int:

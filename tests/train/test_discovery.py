@@ -1,15 +1,13 @@
-"""What the report shows first: greedy curves by K, groups, and a question twice."""
+"""What the report shows first: greedy curves by K, and groups of questions."""
 
 from __future__ import annotations
 
-import json
-import random
 from typing import Any
 
 import pytest
 
-from paravt_extras.report.discovery import choose_pairs, group_table, learning_curves
-from tests.train.test_report import Page, fake_episode, fake_video, lines, page_of, write_lines
+from paravt_extras.report.discovery import group_table, learning_curves
+from tests.train.test_report import lines
 
 KS = (4, 64)
 Record = dict[str, Any]
@@ -60,51 +58,3 @@ def test_groups_of_questions_have_their_figures_side_by_side(result):
     assert (line["k"], line["n"]) == (4, 9)
     assert [line[side]["score"] for side in ("before", "after")] == [0.2, 0.8]
     assert group_table({}) == []
-
-
-def episodes(tmp_path, *changes: Record) -> list[Record]:
-    at = fake_video(tmp_path / "videos/v.mp4")
-    entries = []
-    for change in changes:
-        entries.append(
-            fake_episode(random.Random(1), "after", 0, 0, "videos/v.mp4", at, 4)
-            | {"temperature": 0.0}
-            | change
-        )
-    return entries
-
-
-GUESS = {"phase": "before", "turns": [{"tokens": [], "calls": []}], "rewards": {"accuracy": 0.0}}
-
-
-def test_a_pair_is_a_guess_and_then_crops_side_by_side(tmp_path):
-    old, new = episodes(tmp_path, GUESS, {})
-    assert choose_pairs([new, old]) == [(old, new)]
-    one_call = [{"tokens": [], "calls": turn["calls"][:1]} for turn in new["turns"]]
-    refused = [
-        {"tokens": [], "calls": [call | {"status": "bad_window"} for call in turn["calls"]]}
-        for turn in new["turns"]
-    ]
-    for other in (
-        [old],
-        [new],
-        [old, new | {"temperature": 0.7}],
-        [old, new | {"k": 16}],
-        [old, new | {"rewards": {"accuracy": 0.5}}],
-        [old, new | {"turns": one_call}],
-        [old | {"rewards": {"accuracy": 1.0}}, new],
-        [old | {"turns": new["turns"]}, new],
-        [old, new | {"turns": []}],
-        [old, new | {"turns": refused}],
-    ):
-        assert choose_pairs(other) == []
-
-
-def test_the_page_begins_with_curves_groups_and_a_pair(result, tmp_path):
-    write_lines(tmp_path / "episodes.jsonl", episodes(tmp_path, GUESS, {}))
-    step = {"phase": "rl", "step": 10, "wall": 0.0, "loss": 0.1}
-    write_lines(tmp_path / "metrics.jsonl", [step])
-    (tmp_path / "result.json").write_text(json.dumps(result))
-    page: Page = page_of(tmp_path)
-    [pair] = page.all("div", "pair")
-    assert pair["text"].index("✗ wrong") < pair["text"].index("✓ right")

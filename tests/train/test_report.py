@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paravt_extras.report.chart import line_chart, moving_mean, stacked_chart
+from paravt_extras.report.chart import line_chart, lines_chart, moving_mean
 from paravt_extras.report.page import key_figures, write_report
 from paravt_jax.method.records import CallStatus
 from rollout.report.episode_card import EXECUTED
@@ -474,8 +474,8 @@ def test_the_mean_of_a_window_leaves_gaps_and_ignores_them():
     "values", [[0.0], [5.0], [0.0, 0.0], [-2.0, -2.0], [1e-9, 1e-9, 2e-9], [1e9, 3e9], [1.0] * 999]
 )
 def test_charts_of_flat_tiny_single_and_long_data(values):
-    layers = [("a", [abs(v) for v in values]), ("b", [None] * len(values))]
-    for chart in (line_chart(list(enumerate(values))), stacked_chart(range(len(values)), layers)):
+    points, gaps = list(enumerate(values)), [(step, None) for step in range(len(values))]
+    for chart in (line_chart(points), lines_chart([("a", points), ("b", gaps)], 0.0, 0.0)):
         assert "ffffff" not in chart.svg, "the background is that of the page, light or dark"
         assert "nan" not in chart.svg and "inf" not in chart.svg
         assert len(chart.svg) < 40_000

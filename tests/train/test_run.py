@@ -21,7 +21,7 @@ import train.run
 from benchmarks.killing import kill_again_and_again
 from models.qwen3_vl.dialect import DIALECT
 from models.weights.hf import load
-from paravt_extras.studies import gating, paradox, staleness
+from paravt_extras.studies import gating, paradox
 from paravt_extras.table_2 import read_run
 from paravt_jax.data import tokenizer_file
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -103,7 +103,6 @@ def test_the_studies_read_a_finished_run(finished, small):
     assert [(row["step"], row["k"]) for row in gating.curve(run)] == list(
         itertools.product((0, 2, 4, 6), ks)
     )
-    assert all(value is not None for value in staleness.figures(run).values())
 
 
 def test_greedy_evaluations_come_from_rl(finished, small):

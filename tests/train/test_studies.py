@@ -12,14 +12,13 @@ import pytest
 
 from configs.paradox import ARMS
 from configs.paravt_tiny import paravt_tiny
-from paravt_extras.studies import gating, paradox, staleness, study
+from paravt_extras.studies import gating, paradox, study
 from paravt_extras.studies.gating import DRAWN, FIXED, Gating
 from paravt_extras.studies.paradox import COLD_START, Paradox
-from paravt_extras.studies.staleness import Staleness
 from train.durable.interrupts import Interrupts
 from train.durable.run_folder import claim_folder
 from train.run import resolved
-from train.settings import RLSettings, Run, change
+from train.settings import RLSettings, Run
 
 GRPO, ANCHORED, GATED, FULL = ARMS
 KS = (4, 64)
@@ -36,7 +35,6 @@ class FakeRuns:
         folder = pathlib.Path(run.run_dir)
         claim_folder(folder, resolved(run)).close()
         self.done.append((run.name, run.seed))
-        bound = 0 if run.rl is None else run.rl.max_staleness
         value = run.seed / 100
         result = {
             "before": [entry(k, 0.1, 0.0) for k in KS],
@@ -46,7 +44,7 @@ class FakeRuns:
         (folder / "result.json").write_text(json.dumps(result))
         lines = [{"phase": "sft", "step": 1, "wall": 0.0}]
         if run.rl is not None:
-            lines += [rl_line(step, value, bound) for step in range(1, 21)]
+            lines += [rl_line(step, value) for step in range(1, 21)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -60,16 +58,14 @@ def entry(k: int, accuracy: float, calls: float) -> dict[str, Any]:
     return {"k": k, "dispatch": "parallel", "temperature": 0.0, "groups": groups} | measured
 
 
-def rl_line(step: int, value: float, bound: int) -> dict[str, Any]:
-    line = {
+def rl_line(step: int, value: float) -> dict[str, Any]:
+    return {
         "phase": "rl",
         "step": step,
         "wall": 60.0 * step,
         "accuracy": step / 20 + value,
         "compliance": 0.5,
         "calls": 1.0,
-        "kl_reference": 1.0 if step > 10 else 9.0,
-        "length/response": 30.0,
         # One step in two has rollouts with calls and without: the gap is the weighted mean.
         "k4/tool_gap": 1.0 if step % 2 else None,
         "k4/rollouts": 8,
@@ -77,10 +73,6 @@ def rl_line(step: int, value: float, bound: int) -> dict[str, Any]:
         "tags/think_close/probability": step / 20,
         "tags/think_close/count": 5.0,
     }
-    if bound:
-        line |= {"staleness/mean": 0.5 * bound, "length/sampled": 30.0 if step % 2 else 40.0}
-        line["in_flight/ended"] = 3.0 if step % 2 else 1.0
-    return line
 
 
 @pytest.fixture
@@ -138,16 +130,6 @@ def test_the_arms_of_gating_differ_in_k_alone():
         assert start.rl is None
 
 
-def test_the_arms_of_staleness_differ_in_the_bound_alone():
-    start, *arms = staleness.runs_of(Staleness("s"), seed=5)
-    assert [rl_of(arm).max_staleness for arm in arms] == list(staleness.MAX_STALENESS)
-    for arm in arms:
-        assert arm.model.path == f"{start.run_dir}/model"
-        assert (arm.sft, arm.align) == (None, None)
-        same = {"run_dir": arms[0].run_dir, "rl.max_staleness": 0}
-        assert change(arm, arms[0].name, same) == arms[0]
-
-
 # --- the commands ---
 
 
@@ -189,12 +171,3 @@ def test_gating_compares_both_arms_before_and_after(fake, tmp_path):
     (axes, *_) = drawing.axes
     assert list(axes.lines[0].get_xdata()) == [0, 14, 56]
     assert axes.lines[0].get_ydata() == pytest.approx([0.1, 0.2, 0.58])
-
-
-def test_staleness_has_a_column_for_each_bound(fake, tmp_path):
-    assert staleness.main(["--run-dir", str(tmp_path), "--seeds", "4", "6"]) == 0
-    table = cells(tmp_path)
-    assert table[""] == ["max_staleness 0", "max_staleness 1", "max_staleness 2"]
-    assert table["KL, last 10 steps"] == ["1 [1, 1]"] * 3
-    assert table["age of trained tokens, updates"] == ["–", "0.5 [0.5, 0.5]", "1 [1, 1]"]
-    assert table["tokens per episode, all that ended"][1] == "32.5 [32.5, 32.5]"
