@@ -36,8 +36,6 @@ class _Asked:
     """Seed of videos and questions."""
     lines: int = SceneSettings.lines
     """Height of a frame in pixels, an even number from 320 to 720; 0: mostly 360, some 720."""
-    workers: int = 0
-    """Number of processes that draw; 0: one per core."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +59,7 @@ def _write(asked: _Asked) -> None:
     minutes = sum(video.seconds for video in missing) / 60
     print(f"{len(missing)} videos to draw, {minutes:.0f} minutes long", file=sys.stderr)
     with Progress("draw", "video") as progress:
-        write_scenes(settings, asked.out, asked.workers, progress.update)
+        write_scenes(settings, asked.out, progress.update)
 
 
 if __name__ == "__main__":

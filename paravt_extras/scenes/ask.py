@@ -224,10 +224,10 @@ def _drawn(moments: Sequence[Moment], count: int, rng: np.random.Generator) -> t
     return tuple(moments[n] for n in rng.permutation(len(moments))[:count])
 
 
-def _names(video: SceneVideo, moment: Moment) -> dict[str, str]:
+def names(video: SceneVideo, moment: Moment) -> dict[str, str]:
     """Return what sentences and options may name of a moment."""
     place = video.chapter_of(moment).place
-    names = {
+    named = {
         "word": moment.word,
         "vehicle": place.vehicle,
         "animals": place.animals,
@@ -235,8 +235,8 @@ def _names(video: SceneVideo, moment: Moment) -> dict[str, str]:
         "clock": video.clock((moment.start + moment.end) / 2),
     }
     if moment.vehicle is not None:
-        names |= {"colour": moment.vehicle.colour, "number": str(moment.vehicle.number)}
-    return names
+        named |= {"colour": moment.vehicle.colour, "number": str(moment.vehicle.number)}
+    return named
 
 
 def _shown_by(
@@ -256,15 +256,15 @@ def _shown_by(
     (moment,) = _drawn(_with_parts(video, *parts), 1, rng)
     others = [other for other in _with_parts(video, parts[-1]) if other is not moment]
     shown = (moment, *_drawn(others, 3, rng))
-    options = tuple(_names(video, each)[name] for each in shown)
-    return _Draft(_names(video, moment), (moment,), options)
+    options = tuple(names(video, each)[name] for each in shown)
+    return _Draft(names(video, moment), (moment,), options)
 
 
 def _ask_order(video: SceneVideo, rng: np.random.Generator) -> _Draft:
     first, second = _drawn(_with_parts(video, "word"), 2, rng)
     right, wrong = sorted((first, second), key=lambda moment: moment.start)
-    names = {"first": first.word, "second": second.word}
-    return _Draft(names, (right, wrong), (right.word, wrong.word))
+    named = {"first": first.word, "second": second.word}
+    return _Draft(named, (right, wrong), (right.word, wrong.word))
 
 
 def _in_order(video: SceneVideo, rng: np.random.Generator, name: str) -> _Draft:
@@ -274,11 +274,9 @@ def _in_order(video: SceneVideo, rng: np.random.Generator, name: str) -> _Draft:
     others = [each for each in _with_parts(video, "vehicle") if each not in (first, second)]
     instead, after = _drawn(others, 2, rng)
     pairs = ((first, second), (first, after), (instead, second), (instead, after))
-    names = {"first": first.word, "second": second.word}
-    options = tuple(
-        ", then ".join(_names(video, moment)[name] for moment in pair) for pair in pairs
-    )
-    return _Draft(names, (first, second), options)
+    named = {"first": first.word, "second": second.word}
+    options = tuple(", then ".join(names(video, moment)[name] for moment in pair) for pair in pairs)
+    return _Draft(named, (first, second), options)
 
 
 def _ask_sum(video: SceneVideo, rng: np.random.Generator) -> _Draft:
@@ -294,14 +292,14 @@ def _ask_sum(video: SceneVideo, rng: np.random.Generator) -> _Draft:
     right, *wrong = (sums[n] for n in rng.permutation(len(sums))[:4])
     pairs = by_sum[right]
     first, second = _drawn(pairs[int(rng.integers(len(pairs)))], 2, rng)
-    names = {"first": first.word, "second": second.word}
-    return _Draft(names, (first, second), tuple(map(str, (right, *wrong))))
+    named = {"first": first.word, "second": second.word}
+    return _Draft(named, (first, second), tuple(map(str, (right, *wrong))))
 
 
 def _ask_when(video: SceneVideo, rng: np.random.Generator, part: str) -> _Draft:
     (moment,) = _drawn(_with_parts(video, part), 1, rng)
     span = moment.visit if part == "vehicle" else (moment.start, moment.end)
-    return _Draft(_names(video, moment), (moment,), span=span)
+    return _Draft(names(video, moment), (moment,), span=span)
 
 
 # How each family is asked, and with what.

@@ -27,7 +27,7 @@ from paravt_extras.published_format import (
     think,
     with_options,
 )
-from paravt_extras.scenes.ask import LETTERS, SceneQuestion, questions
+from paravt_extras.scenes.ask import LETTERS, SceneQuestion, names, questions
 from paravt_extras.scenes.storyboard import FPS, PLACES, Chapter, Moment, SceneVideo
 from paravt_jax.data.frames import VideoInfo, overview_indices, window_indices
 from paravt_jax.method.records import QuestionKind
@@ -163,16 +163,15 @@ def _sightings(video: SceneVideo, window: Window) -> list[_Glimpse]:
 
 def _described(video: SceneVideo, sighting: _Glimpse) -> str:
     moment = sighting.moment
-    place = video.chapter_of(moment).place
+    named = names(video, moment)
     clauses = []
     if moment.word:
         clauses.append(f"the board shows {moment.word}")
     if moment.vehicle is not None:
-        vehicle = moment.vehicle
-        look = f"{vehicle.colour} {place.vehicle} with the number {vehicle.number}"
+        look = "{colour} {vehicle} with the number {number}".format(**named)
         clauses.append(f"{'an' if look[0] == 'o' else 'a'} {look} is there")
     if moment.animals:
-        clauses.append(f"there are {_NUMBERS[moment.animals]} {place.animals}")
+        clauses.append(f"there are {_NUMBERS[moment.animals]} {named['animals']}")
     first, last = sighting.times[0], sighting.times[-1]
     when = f"At {first:g} seconds" if first == last else f"From {first:g} to {last:g} seconds"
     clocks = dict.fromkeys(video.clock(time) for time in (first, last))
@@ -241,6 +240,5 @@ def _unanswered(video: SceneVideo, asked: SceneQuestion) -> str:
     first, last = asked.moments[0], asked.moments[-1]
     sought = " or ".join(dict.fromkeys((first.word, last.word))) + " on the board"
     if asked.family in _VEHICLE_NAMED:
-        assert first.vehicle is not None
-        sought = f"the {first.vehicle.colour} {video.chapter_of(first).place.vehicle}"
+        sought = "the {colour} {vehicle}".format(**names(video, first))
     return f"{_overview(video)} None of them shows {sought}."

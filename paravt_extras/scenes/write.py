@@ -22,7 +22,7 @@ from concurrent.futures import as_completed
 from typing import Any
 
 from paravt_extras import published_format
-from paravt_extras.scenes.ask import SceneQuestion, questions
+from paravt_extras.scenes.ask import questions
 from paravt_extras.scenes.demonstrate import demonstrations
 from paravt_extras.scenes.film import encode
 from paravt_extras.scenes.storyboard import SPLITS, SceneSettings, SceneVideo, plan_videos
@@ -45,7 +45,6 @@ def missing_videos(settings: SceneSettings, folder: pathlib.Path) -> tuple[Scene
 def write_scenes(
     settings: SceneSettings,
     folder: str | os.PathLike[str],
-    workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write the files that a folder lacks. An interrupted call can be repeated.
@@ -53,15 +52,12 @@ def write_scenes(
     Args:
         settings: The world.
         folder: Where to write.
-        workers: Number of processes that draw; 0: one per core.
         progress: Called with the numbers of finished videos and of all.
 
     Raises:
         ValueError: The folder holds something else, or a number is too small.
         OSError: The disk is full, or another process writes to the folder.
     """
-    if workers < 0:
-        raise ValueError(f"workers: {workers}; give 1 or more, or 0 for one per core")
     folder = pathlib.Path(folder)
     _claim(settings, folder)
     try:
@@ -72,7 +68,7 @@ def write_scenes(
         missing = missing_videos(settings, folder)
         videos = plan_videos(settings)
         try:
-            _draw(missing, folder / MEDIA, workers or os.cpu_count() or 1, len(videos), progress)
+            _draw(missing, folder / MEDIA, len(videos), progress)
         finally:
             for unfinished in (folder / MEDIA).rglob("*.tmp"):
                 unfinished.unlink()
@@ -98,14 +94,14 @@ def _claim(settings: SceneSettings, folder: pathlib.Path) -> None:
 def _draw(
     missing: Sequence[SceneVideo],
     media: pathlib.Path,
-    workers: int,
     total: int,
     progress: Callable[[int, int], None] | None,
 ) -> None:
     done = total - len(missing)
     if not missing:
         return
-    count = min(workers, len(missing))
+    # One process per core draws.
+    count = min(os.cpu_count() or 1, len(missing))
     with Workers(functools.partial(_draw_video, str(media)), count, _DEADLINE) as pool:
         for future in as_completed([pool.submit(video) for video in missing]):
             future.result()
@@ -121,7 +117,15 @@ def _draw_video(media: str, video: SceneVideo) -> None:
 def _write_texts(
     settings: SceneSettings, videos: Sequence[SceneVideo], folder: pathlib.Path
 ) -> None:
-    asked = {v.id: questions(v, settings.seed) for v in videos if not v.demonstrated}
+    asked = {
+        split: [
+            each.question
+            for video in videos
+            if video.split == split and not video.demonstrated
+            for each in questions(video, settings.seed)
+        ]
+        for split in SPLITS
+    }
     shown = [
         conversation
         for video in videos
@@ -130,21 +134,12 @@ def _write_texts(
     ]
     annotations = folder / ANNOTATIONS
     annotations.mkdir(exist_ok=True)
-    by_split: dict[str, list[SceneQuestion]] = {
-        split: [each for v in videos if v.split == split for each in asked.get(v.id, ())]
-        for split in SPLITS
-    }
-    records = [_published_record(each.question) for each in by_split["train"]]
+    records = [_published_record(question) for question in asked["train"]]
     published_format.write_questions(annotations / "paravt_rl_scenes.parquet", records)
     published_format.write_conversations(annotations / "paravt_sft_scenes.parquet", shown)
-    for split, of_split in by_split.items():
-        write_atomically(
-            folder / f"{split}.jsonl", _lines([_own_record(q.question) for q in of_split])
-        )
-
-
-def _lines(records: Sequence[dict[str, Any]]) -> str:
-    return "".join(json.dumps(record) + "\n" for record in records)
+    for split, of_split in asked.items():
+        lines = [json.dumps(_own_record(question)) + "\n" for question in of_split]
+        write_atomically(folder / f"{split}.jsonl", "".join(lines))
 
 
 def _own_record(question: Question) -> dict[str, Any]:

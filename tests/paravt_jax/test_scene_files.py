@@ -72,9 +72,7 @@ def test_a_folder_of_other_scenes_is_refused(written, capsys):
     assert "seed: 1 -> 2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"), [("lines", "1080"), ("videos", "2"), ("workers", "-1"), ("heldout", "0")]
-)
+@pytest.mark.parametrize(("flag", "value"), [("lines", "1080"), ("videos", "2"), ("heldout", "0")])
 def test_a_bad_value_is_refused_in_one_line_before_anything_is_written(
     tmp_path, capsys, flag, value
 ):
@@ -95,7 +93,7 @@ def test_a_stopped_command_leaves_whole_videos_and_goes_on(tmp_path):
     # So many that a busy machine cannot draw all of them before the signals arrive.
     settings = storyboard.SceneSettings(seed=0, videos=12, heldout=1, lines=320)
     arguments = [sys.executable, "-m", "paravt_extras.scenes", "--out", str(out)]
-    arguments += ["--videos", "12", "--heldout", "1", "--lines", "320", "--workers", "2"]
+    arguments += ["--videos", "12", "--heldout", "1", "--lines", "320"]
     drawn: dict[str, int] = {}
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
         process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -119,7 +117,7 @@ def test_a_stopped_command_leaves_whole_videos_and_goes_on(tmp_path):
 def test_the_recipes_prepare_every_row(tmp_path, small_vocabulary):
     """Questions and demonstrations as `paravt_8b` reads them, with four overview frames."""
     settings = storyboard.SceneSettings(seed=0, videos=8, heldout=1, lines=320)
-    write_scenes(settings, tmp_path / "scenes", workers=2)
+    write_scenes(settings, tmp_path / "scenes")
     tokenizer_file.save(small_vocabulary, tmp_path / "tokenizer")
     run = paravt_8b()
     data = DataSettings(

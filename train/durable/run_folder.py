@@ -273,7 +273,7 @@ def _is_read(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def small_files(run_dir: str, wanted: Callable[[str], bool] = _is_read) -> Iterator[pathlib.Path]:
+def small_files(run_dir: str, wanted: Callable[[str], bool]) -> Iterator[pathlib.Path]:
     """Yield a local folder with files of a run that may be going on elsewhere, to read.
 
     Args:
