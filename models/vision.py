@@ -48,7 +48,7 @@ def frame_layout(grid: tuple[int, int], config: VisionConfig) -> PatchLayout:
     if min(grid) < 1 or height % merge or width % merge:
         raise ValueError(
             f"grid = {grid}: sides are multiples of {merge} patches; resize with "
-            "paravt_jax.data.frames.smart_resize first"
+            "paravt_jax.data.frames.PixelRules.size first"
         )
     rows, columns = (merge_order(index, merge) for index in np.indices(grid))
     layout = np.stack([rows, columns, np.full_like(rows, height), np.full_like(rows, width)])

@@ -44,7 +44,6 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
     Raises:
         FileNotFoundError: there is no such folder, id or address, or `source` is the directory of a
             run, which has its model in the subfolder `model` when it is finished.
-        ModuleNotFoundError: the address needs a package that is not installed.
         ConnectionError: a file behind an address cannot be fetched.
     """
     patterns = [*_COMPANIONS]

@@ -31,21 +31,11 @@ def open_bucket(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """Return the file system of an address, and the path in it.
 
     Raises:
-        ModuleNotFoundError: The scheme needs a package that is not installed.
-        FileNotFoundError: fsspec does not know the scheme.
+        FileNotFoundError: fsspec does not know the scheme, or needs a package that is not there.
     """
-    try:
+    remedy = "install what it needs, or give an address that fsspec supports, or a folder"
+    with _named_errors(f"{address}: cannot be opened", remedy):
         return fsspec.core.url_to_fs(address)
-    except ImportError as error:
-        # The message names the package.
-        raise ModuleNotFoundError(
-            f"{address}: {error}; install it with pip, or copy the files and give their folder"
-        ) from error
-    except ValueError as error:
-        raise FileNotFoundError(
-            f"{address}: {error}; give an address that fsspec supports (gs://..., s3://...), a "
-            "folder or a hub id"
-        ) from error
 
 
 def fetch_files(
@@ -64,7 +54,6 @@ def fetch_files(
 
     Raises:
         FileNotFoundError: The address cannot be listed, or has no such files.
-        ModuleNotFoundError: Its scheme needs another package.
         ConnectionError: A file cannot be fetched, or the address does not answer.
     """
     system, top = open_bucket(address)
@@ -145,7 +134,6 @@ def appearing_at(field: str, path: str) -> Iterator[pathlib.Path]:
     Raises:
         FileExistsError: There is something already.
         FileNotFoundError: fsspec does not know the scheme, or there is no such bucket.
-        ModuleNotFoundError: The package for the address is missing.
         ConnectionError: The bucket does not answer.
     """
     taken = f"{field} {path}: exists; name a new folder, or remove this one first"
@@ -177,7 +165,7 @@ def _named_errors(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        mistake = isinstance(error, FileNotFoundError | PermissionError | ValueError)
+        mistake = isinstance(error, FileNotFoundError | PermissionError | ValueError | ImportError)
         kind = FileNotFoundError if mistake else ConnectionError
         reason = foreign.shortened(f"{type(error).__name__}: {error}", 300)
         raise kind(f"{what} ({reason}); {remedy}") from error

@@ -17,10 +17,6 @@ from PIL import Image
 
 from paravt_jax.processes.exit_codes import UserError
 
-# Default limits on the visual tokens of an image.
-_MIN_TOKENS = 4
-_MAX_TOKENS = 16_384
-
 
 @dataclasses.dataclass(frozen=True)
 class PixelRules:
@@ -37,9 +33,10 @@ class PixelRules:
         """Return the (height, width) at which the model sees a frame of this size.
 
         Raises:
-            ValueError: As in `smart_resize`.
+            ValueError: As in `fit_size`.
         """
-        return smart_resize(height, width, self.min_pixels, self.max_pixels, self.factor)
+        limits = self.min_pixels, self.max_pixels
+        return fit_size(height, width, limits, self.factor, least_side=self.factor)
 
     def tokens(self, height: int, width: int) -> int:
         """Return the visual tokens of a frame of this size before resizing."""
@@ -52,12 +49,12 @@ class PixelRules:
         return max(1, self.max_pixels // self.factor**2)
 
 
-def smart_resize(
+def fit_size(
     height: int,
     width: int,
-    min_pixels: int | None = None,
-    max_pixels: int | None = None,
-    factor: int = 32,
+    limits: tuple[int, int],
+    factor: int,
+    least_side: int,
 ) -> tuple[int, int]:
     """Return the (height, width) at which a frame is shown, as `qwen_vl_utils.smart_resize` does.
 
@@ -67,25 +64,14 @@ def smart_resize(
     Args:
         height: Height of the frame in pixels.
         width: Width of the frame in pixels.
-        min_pixels: Smallest area in pixels; 4 visual tokens by default.
-        max_pixels: Largest area in pixels; 16,384 visual tokens by default.
+        limits: Smallest and largest area in pixels.
         factor: Pixels along the side of a merged patch: patch size times merge size.
+        least_side: Shorter sides are rounded up to this.
 
     Raises:
-        ValueError: A side is below 1, one side is over 200 times the other, or `min_pixels` exceeds
-            `max_pixels`.
+        ValueError: A side is below 1, one side is over 200 times the other, or the limits
+            contradict each other.
     """
-    if min_pixels is None:
-        min_pixels = _MIN_TOKENS * factor**2
-    if max_pixels is None:
-        max_pixels = _MAX_TOKENS * factor**2
-    return fit_size(height, width, (min_pixels, max_pixels), factor, least_side=factor)
-
-
-def fit_size(
-    height: int, width: int, limits: tuple[int, int], factor: int, least_side: int
-) -> tuple[int, int]:
-    """Round both sides to multiples of `factor`, and rescale if the area is outside the limits."""
     min_pixels, max_pixels = limits
     if min(height, width) < 1:
         raise ValueError(

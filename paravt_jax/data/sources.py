@@ -52,8 +52,8 @@ def fetch(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
         The local folder itself, a folder in the hub's cache, or `folder`.
 
     Raises:
-        FileNotFoundError: The source does not exist, or no file of a bucket matches.
-        ModuleNotFoundError: This kind of bucket needs another package.
+        FileNotFoundError: The source does not exist, no file of a bucket matches, or this kind of
+            bucket needs another package.
         ConnectionError: A file of a bucket cannot be fetched.
     """
     if "://" in source:
@@ -93,7 +93,7 @@ def media_root(
 
     Raises:
         ValueError: An archive cannot be unpacked.
-        FileNotFoundError, ModuleNotFoundError, ConnectionError: As in `fetch`.
+        FileNotFoundError, ConnectionError: As in `fetch`.
     """
     root = folder / "media"
     fetched = fetch(source, root, MEDIA_PATTERNS)

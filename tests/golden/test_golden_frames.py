@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from paravt_jax.data.frames import VideoInfo, overview_indices, smart_resize, window_indices
+from paravt_jax.data.frames import PixelRules, VideoInfo, overview_indices, window_indices
 from tests.golden.excuses import Excuse
 
 FACTOR = 32  # patch size 16 x merge size 2: the grid of the models here
@@ -204,10 +203,13 @@ def test_crops(records, hold):
 # --- sizes ---
 
 
-def refusing(*arguments: Any, **named: Any) -> list[int] | None:
-    """`smart_resize`; None where it refuses."""
+def refusing(
+    height: int, width: int, least: int | None, most: int | None, factor: int
+) -> list[int] | None:
+    """The size of a frame; None where it is refused. By default it has 4 to 16,384 tokens."""
+    rules = PixelRules(least or 4 * factor**2, most or 16_384 * factor**2, factor)
     try:
-        return list(smart_resize(*arguments, **named))
+        return list(rules.size(height, width))
     except ValueError:
         return None
 
@@ -246,7 +248,7 @@ def shown(record: dict, factor: int = FACTOR) -> list[int] | None:
     """The size that a frame of this record's video is shown at, on our grid."""
     ele = record["ele"]
     if "resized_height" in ele and "resized_width" in ele:
-        return refusing(ele["resized_height"], ele["resized_width"], factor=factor)
+        return refusing(ele["resized_height"], ele["resized_width"], None, None, factor)
     return refusing(record["height"], record["width"], *limits(record, factor), factor)
 
 

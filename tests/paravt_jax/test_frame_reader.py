@@ -13,12 +13,12 @@ from PIL import Image
 from paravt_jax.data import video
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import (
+    PixelRules,
     ReadFrames,
     ReadTask,
     VideoError,
     overview_indices,
     resize,
-    smart_resize,
 )
 
 
@@ -35,7 +35,7 @@ def clip(small_world):
 
 def read_directly(path, indices):
     info = video.probe(path)
-    size = smart_resize(info.height, info.width, 784, 50_176, 32)
+    size = PixelRules().size(info.height, info.width)
     return np.stack([resize(frame, size) for frame in video.read(path, indices)])
 
 

@@ -242,19 +242,19 @@ def elsewhere(tmp_path) -> pathlib.Path:
     return make(tmp_path / "elsewhere" / "private.mp4", frames=10, size=64)
 
 
-def test_a_playlist_opens_no_other_file(tmp_path, elsewhere):
-    path = tmp_path / "list.m3u8"
-    path.write_text(
-        "#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXT-X-VERSION:3\n#EXTINF:5,\n"
-        f"{elsewhere}\n#EXT-X-ENDLIST\n"
-    )
-    with pytest.raises(VideoError, match="none of mov, mp4, matroska"):
-        video.probe(path)
-
-
-def test_a_concat_script_opens_no_other_file(tmp_path, elsewhere):
-    path = tmp_path / "list.mp4"
-    path.write_text(f"ffconcat version 1.0\nfile '{elsewhere.name}'\n")
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "list.m3u8",
+            "#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXT-X-VERSION:3\n#EXTINF:5,\n{}\n#EXT-X-ENDLIST\n",
+        ),
+        ("list.mp4", "ffconcat version 1.0\nfile '{}'\n"),
+    ],
+)
+def test_a_playlist_opens_no_other_file(tmp_path, elsewhere, name, content):
+    path = tmp_path / name
+    path.write_text(content.format(elsewhere))
     with pytest.raises(VideoError, match="none of mov, mp4, matroska"):
         video.probe(path)
 

@@ -8,12 +8,10 @@ What these tests guard:
 
 from __future__ import annotations
 
-import dataclasses
 import fractions
 import hashlib
 import os
 import pathlib
-import weakref
 
 import av
 import numpy as np
@@ -22,7 +20,6 @@ import pytest
 from paravt_jax.data import video, video_index
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask
-from tests.damaged import flipped
 
 SIZE = 64
 # Distances between keyframes, and B-frames that refer across them.
@@ -209,8 +206,8 @@ def test_every_frame_of_every_clip_is_that_of_a_plain_decode(assets, decoder):
     for path in every_clip(assets):
         expected = plain_decode(path)
         # In pieces, so that many large frames fit in memory.
-        for first in range(0, len(expected), 100):
-            wanted = range(first, min(first + 100, len(expected)))
+        for first in range(0, len(expected), 400):
+            wanted = range(first, min(first + 400, len(expected)))
             found = [digest(pixels) for pixels in video.read(path, wanted, decoder=decoder)]
             assert found == expected[wanted.start : wanted.stop], path.name
 
@@ -273,49 +270,6 @@ def test_a_damaged_index_is_built_again(damage, tmp_path, fresh_folder, opens):
     np.testing.assert_array_equal(video.probe(path).times, expected.times)
     assert opens
     assert len(kept.read_bytes()) == len(whole)
-
-
-def test_no_damage_of_an_index_ends_a_run(tmp_path, fresh_folder, monkeypatch):
-    path = make(tmp_path / "clip.mp4", count=3)
-    index = video_index.index_of(path)
-    (kept,) = fresh_folder.iterdir()
-    whole = kept.read_bytes()
-    monkeypatch.setattr(video_index, "_build", lambda _path: index)
-    rng = np.random.default_rng(0)
-    for position in range(0, len(whole), 5):
-        kept.write_bytes(flipped(whole, position, int(rng.integers(8))))
-        video_index.forget()
-        np.testing.assert_array_equal(video_index.index_of(path).stamps, index.stamps)
-
-
-@dataclasses.dataclass(eq=False)
-class StampedFrame:
-    """What an index keeps of a frame."""
-
-    pts: int | None
-    duration: int
-    rotation: int
-    width: int
-    height: int
-
-
-@pytest.mark.parametrize("name", ["mpeg2.mpg", "h264_bframes.avi"])
-def test_decoded_frames_are_not_kept_in_memory(name, tmp_path, monkeypatch):
-    alive: weakref.WeakSet[StampedFrame] = weakref.WeakSet()
-    counts = []
-
-    def decode(*arguments, real=video_index.decode):
-        for frame in real(*arguments):
-            values = (getattr(frame, field.name) for field in dataclasses.fields(StampedFrame))
-            stamped = StampedFrame(*values)
-            alive.add(stamped)
-            counts.append(len(alive))
-            yield stamped
-
-    monkeypatch.setattr(video_index, "decode", decode)
-    codec, options = UNSEEKABLE[name]
-    assert video_index.index_of(make(tmp_path / name, codec, options)).frames == len(counts) > 90
-    assert max(counts) <= 3
 
 
 def test_many_processes_build_one_index(tmp_path, fresh_folder):
