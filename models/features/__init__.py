@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from models.config import ModelConfig
-from models.features.cache import Encoded, FeatureCache, FrameKey, Grid
+from models.features.cache import Encoded, FeatureCache, FrameKey
 from models.features.encoder import FrameEncoder, tower_mesh
 from models.features.reader import FileRead, FrameSettings, Kind, VideoFiles, frame_tokens
 from models.sharding import Lowering
@@ -31,7 +31,6 @@ from models.vision import VisionTower
 from paravt_jax.data.frames import (
     FrameSource,
     VideoError,
-    VideoInfo,
     overview_indices,
     window_indices,
 )
@@ -100,13 +99,14 @@ class FrameReading:
 
 def wait_for_one(readings: Sequence[FrameReading]) -> None:
     """Wait until one of some readings is done."""
-    files = readings[0].features.files
     while not any(reading.done() for reading in readings):
         futures = [read.future for reading in readings for read in reading.reads]
-        files.wait_for([future for future in futures if not future.done()], FIRST_COMPLETED)
+        readings[0].features.wait_for(
+            [future for future in futures if not future.done()], FIRST_COMPLETED
+        )
 
 
-class FrameFeatures:
+class FrameFeatures(VideoFiles):
     """Features of frames: read from their files, encoded by the vision tower, and cached.
 
     Calling it with frames returns features [tokens, c, d]: the visual tokens of all frames in
@@ -126,11 +126,9 @@ class FrameFeatures:
 
     Attributes:
         cache: What has been encoded.
-        files: The videos.
         encoder: The tower. A subclass that caches something else has another one.
         dtype: Type of the features.
         vector: The shape of what is cached per visual token.
-        root, unreadable: Those of `files`.
         encoded_frames: Number of frames that have been encoded so far.
     """
 
@@ -143,12 +141,9 @@ class FrameFeatures:
         source: FrameSource,
         trained: TrainedVision | None = None,
     ):
+        super().__init__(root, source, settings, config.vision)
         self.config = config
-        self.settings = settings
         self.cache = FeatureCache(settings.cache_mib * 2**20)
-        self.files = VideoFiles(root, source, settings, config.vision)
-        self.root = root
-        self.unreadable = self.files.unreadable
         self.trained = trained
         self.vector = cached_shape(config.vision, "none") if trained is None else trained.vector
         self.dtype = np.dtype(np.float32 if tower is None else tower.dtype)
@@ -181,15 +176,15 @@ class FrameFeatures:
         """Begin to read the frames that are not in memory, without waiting for their files."""
         frames = tuple(frames)
         _, held, missing = self._look_up(frames)
-        reads = [self.files.request_frames(some) for some in missing.values()]
+        reads = [self.read_frames(some) for some in missing.values()]
         return FrameReading(self, lambda: frames, len(frames), held, reads)
 
     def request_overview(self, name: str, count: int) -> FrameReading:
         """Begin to read the overview of a video, which may never have been opened before."""
-        known = self.overview(name, count) if self.files.knows(name) else ()
+        known = self.overview(name, count) if self.knows(name) else ()
         _, held, missing = self._look_up(known)
         # By their number, not by indices: that is how files are read ahead.
-        reads = [] if known and not missing else [self.files.request(name, count)]
+        reads = [] if known and not missing else [self.read(name, count)]
         return FrameReading(self, lambda: self.overview(name, count), count, held, reads)
 
     def take(self, reading: FrameReading) -> ShownFrames:
@@ -199,8 +194,8 @@ class FrameFeatures:
             VideoError: A file cannot be read, or the video does not have these frames.
         """
         for read in reading.reads:
-            with self.files.noting(read.video):
-                self.files.wait(read)
+            with self.noting(read.video):
+                self.wait(read)
         frames = reading.choose()
         keys, features, missing = self._look_up(frames)
         # One batch after the other, so that the devices never hold all of them.
@@ -250,24 +245,20 @@ class FrameFeatures:
         """Encode frames, and those that are encoded with them, each with its key."""
         by_kind = {(read.video, read.rules): read for read in reads}
         for kind, some in missing.items():
-            with self.files.noting(kind[0]):
-                read = by_kind.get(kind) or self.files.request_frames(some)
-                frames = self.files.encoded_with(some)
-                pixels = self.files.pixels(frames, read)
+            with self.noting(kind[0]):
+                read = by_kind.get(kind) or self.read_frames(some)
+                frames = self.encoded_with(some)
+                pixels = self.pixels(frames, read)
                 self.encoded_frames += len(pixels)
                 keys = [self.key(frame) for frame in frames]
                 yield from zip(keys, self.encoder.encode(pixels, keys[0].grid), strict=True)
 
     def forget(self, name: str) -> None:
         """Forget everything known about a video."""
-        self.files.forget(name)
+        super().forget(name)
         self.cache.drop(lambda key: key.video == name)
 
-    # --- videos and frames ---
-
-    def info(self, name: str) -> VideoInfo:
-        """Return length, size and timestamps of a video."""
-        return self.files.info(name)
+    # --- frames ---
 
     def overview(self, name: str, count: int) -> tuple[Frame, ...]:
         """Return `count` frames spread evenly over the whole video."""
@@ -284,24 +275,15 @@ class FrameFeatures:
         times = self.info(name).times
         return tuple(Frame(name, int(i), float(times[i]), crop) for i in indices)
 
-    def grid(self, frame: Frame | str) -> Grid:
-        """Return the (height, width) in patches of a frame, or of those of a video's overview."""
-        return self.files.grid(frame)
-
     def tokens(self, frame: Frame | str) -> int:
         """Return the visual tokens of a frame, or of each frame of a video's overview."""
         return math.prod(self.grid(frame)) // self.config.vision.spatial_merge_size**2
 
     def key(self, frame: Frame, version: int | None = None) -> FrameKey:
         """Return the cache key of a frame, or of what trained weights of a version make of it."""
-        stamp, rules = self.files.stamp(frame.video), self.files.rules(frame)
+        stamp, rules = self.stamp(frame.video), self.rules(frame)
         grid = self.grid(frame)
         return FrameKey(frame.video, stamp, frame.index, grid, rules, version)
-
-    @property
-    def waited(self) -> float:
-        """Seconds in which the caller waited for files."""
-        return self.files.waited
 
     # --- the vision tower ---
 
@@ -311,7 +293,7 @@ class FrameFeatures:
         Args:
             sizes: (height, width) of videos, in pixels.
         """
-        return self.encoder.lowerings(self.files.grids(sizes))
+        return self.encoder.lowerings(self.grids(sizes))
 
     def load(self, weights: Any) -> None:
         """Replace the weights of the trained part, and forget what the old ones computed.

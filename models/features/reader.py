@@ -147,7 +147,7 @@ class VideoFiles:
     def info(self, name: str) -> VideoInfo:
         """Return length, size and timestamps of a video."""
         if not self.knows(name):
-            self.wait(self.request(name, ()))
+            self.wait(self.read(name, ()))
         self._infos.move_to_end(name)
         return self._infos[name][1]
 
@@ -233,7 +233,7 @@ class VideoFiles:
 
     # --- reads ---
 
-    def request(self, name: str, wanted: Wanted, rules: PixelRules | None = None) -> FileRead:
+    def read(self, name: str, wanted: Wanted, rules: PixelRules | None = None) -> FileRead:
         """Begin to read a file, unless somebody waits for the very same frames.
 
         Args:
@@ -249,10 +249,10 @@ class VideoFiles:
             future = self._futures[stamp, task] = self.source.request(task)
         return FileRead(name, rules, stamp, future)
 
-    def request_frames(self, frames: Sequence[Frame]) -> FileRead:
+    def read_frames(self, frames: Sequence[Frame]) -> FileRead:
         """Begin to read frames of one kind, with the others that are encoded with them."""
         wanted = tuple(frame.index for frame in self.encoded_with(frames))
-        return self.request(frames[0].video, wanted, self.rules(frames[0]))
+        return self.read(frames[0].video, wanted, self.rules(frames[0]))
 
     def encoded_with(self, frames: Sequence[Frame]) -> Sequence[Frame]:
         """Return the frames that are encoded if some of one kind are missing."""

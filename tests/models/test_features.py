@@ -161,7 +161,7 @@ def test_frames_with_more_tokens_than_the_bound_are_refused(make, names, monkeyp
     features = make(max_pixels=50_176)
     info = features.info(names[0])
     monkeypatch.setattr(
-        features.files, "info", lambda name: dataclasses.replace(info, height=16, width=1584)
+        features, "info", lambda name: dataclasses.replace(info, height=16, width=1584)
     )
     assert frame_tokens(features.settings, features.config.vision) == 49
     with pytest.raises(VideoError, match="1584 x 16 pixels .* 69 visual tokens, .* 49"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from models.features import FrameFeatures
-from models.features.reader import VideoFiles
 from paravt_jax.processes import hosts
 from rollout.engine.engine import Engine, EngineCounts, _Occupancy
 from train.durable.usage import Usage
@@ -27,8 +26,7 @@ def counters() -> tuple[Engine, FrameFeatures]:
     engine = Engine.__new__(Engine)
     engine.counts = EngineCounts(tail_seconds=5.0)
     features = FrameFeatures.__new__(FrameFeatures)
-    features.files = VideoFiles.__new__(VideoFiles)
-    features.files.waited = 7.0
+    features.waited = 7.0
     return engine, features
 
 
@@ -42,7 +40,7 @@ def test_waiting_counts_from_the_beginning_of_the_step(counters):
     assert not idle(usage)
     usage.watch(*counters)
     engine.counts.tail_seconds += 1.0
-    features.files.waited += 0.5
+    features.waited += 0.5
     usage.compilations.seconds += 0.25
     wanted = {"idle/files": 0.5, "idle/hosts": 0.0, "idle/tail": 1.0, "idle/compile": 0.25}
     assert idle(usage) == wanted
@@ -66,6 +64,6 @@ def test_what_compiles_after_the_first_steps_is_counted(counters):
 def test_several_hosts_report_their_mean(counters, monkeypatch):
     usage = Usage()
     usage.watch(*counters)
-    counters[1].files.waited += 1.0
+    counters[1].waited += 1.0
     monkeypatch.setattr(hosts, "gather", lambda own: [own, ([], own[1] | {"files": 3.0})])
     assert idle(usage)["idle/files"] == 2.0

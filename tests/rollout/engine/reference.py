@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 from models.attention import RowLayout
 from models.config import ModelConfig
 from models.features import FrameFeatures, FrameSettings
-from models.features.reader import VideoFiles
 from models.model import VisionLanguageModel
 from models.rope import mrope_positions, next_position
 from models.text import KV, VisualBank
@@ -33,18 +32,6 @@ ROUNDING = 3e-5  # how far logits may differ between two orders of summation
 TRIES = 32
 
 
-class PictureFiles(VideoFiles):
-    """Videos of known sizes, of which no file exists."""
-
-    sizes: dict[str, tuple[int, int]]
-
-    def grid(self, frame: Frame | str) -> tuple[int, int]:
-        return self.sizes[frame if isinstance(frame, str) else frame.video]
-
-    def stamp(self, name: str) -> None:
-        """Return nothing: there is no file that could change."""
-
-
 class Pictures(FrameFeatures):
     """Frame features without videos: noise for every frame.
 
@@ -55,9 +42,14 @@ class Pictures(FrameFeatures):
         self, config: ModelConfig, sizes: dict[str, tuple[int, int]], gone: Many[str] = ()
     ):
         super().__init__(None, config, FrameSettings(), "", source=video)
-        self.files = PictureFiles("", video, self.settings, config.vision, self.cache)
-        self.files.sizes = sizes
+        self.sizes = sizes
         self.gone = gone
+
+    def grid(self, frame: Frame | str) -> tuple[int, int]:
+        return self.sizes[frame if isinstance(frame, str) else frame.video]
+
+    def stamp(self, name: str) -> None:
+        """Return nothing: there is no file that could change."""
 
     def __call__(self, frames: Many[Frame]) -> Float[np.ndarray, "m c d"]:
         return np.concatenate([self._vectors(frame) for frame in frames])
