@@ -193,22 +193,13 @@ def pack(lengths: Sequence[int], length: int) -> Packing:
     The result depends only on the lengths and their order.
 
     Args:
-        lengths: Tokens of each sample.
+        lengths: Tokens of each sample, at least 1.
         length: Tokens per row. Longer samples are left out and listed.
-
-    Raises:
-        ValueError: A sample or a row has less than one token.
 
     Example:
         >>> pack([3, 4, 2, 9], length=5).rows
         ((0, 2), (1,))
     """
-    shortest = min(lengths, default=1)
-    if length < 1 or shortest < 1:
-        raise ValueError(
-            f"packing: rows of {length} tokens, the shortest sample has {shortest}; "
-            "both need at least 1"
-        )
     rows: list[list[int]] = []
     left_out: list[int] = []
     # Free tokens of every row, those without a sample included.

@@ -59,6 +59,23 @@ def test_impossible_streams_are_refused(source, batch):
         loader.stream(source, 0, batch)
 
 
+class Numbers:
+    """A stream of 0, 1, 2 ..., whose state is the next number."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __next__(self) -> tuple[int, ...]:
+        self.next += 1
+        return (self.next - 1,)
+
+    def get_state(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
 def test_batches_are_announced_ahead_and_come_in_order():
     announced = []
 
@@ -76,24 +93,17 @@ def test_batches_are_announced_ahead_and_come_in_order():
 
 
 def test_a_state_does_not_depend_on_batches_read_ahead():
-    def fresh():
-        return loader.Ahead(loader.stream(range(23), 3, 4), 3)
+    def fresh() -> loader.Ahead:
+        return loader.Ahead(Numbers(), 3)
 
-    first = fresh()
-    start = json.loads(json.dumps(first.get_state()))
-    everything = take(first, 30)
-    for count in (1, 5, 9):
+    for count in (0, 1, 5, 9):
         stream = fresh()
         take(stream, count)
-        state = json.loads(json.dumps(stream.get_state()))
+        state = stream.get_state()
         resumed = fresh()
         take(resumed, 2)
         resumed.set_state(state)
-        expected = everything[count : count + 20]
-        assert take(resumed, 20) == expected
-        assert take(stream, 20) == expected
-    first.set_state(start)
-    assert take(first, 30) == everything
+        assert take(resumed, 20) == take(stream, 20) == [(count + n,) for n in range(20)]
 
 
 class Device:
@@ -122,23 +132,6 @@ class Device:
             return awaited is None or self._laid_out[awaited].wait(10)
 
         return self._queue.submit(run)
-
-
-class Numbers:
-    """A stream of 0, 1, 2 ..., whose state is the next number."""
-
-    def __init__(self):
-        self.next = 0
-
-    def __next__(self) -> tuple[int, ...]:
-        self.next += 1
-        return (self.next - 1,)
-
-    def get_state(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
 
 
 def test_the_next_batch_is_laid_out_while_an_update_runs():

@@ -3,7 +3,6 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,9 +61,3 @@ def test_padding_is_below_five_percent_on_lengths_like_the_published_ones():
     padding = 1 - lengths[lengths <= 8192].sum() / (len(packing.rows) * 8192)
     assert padding < 0.05
     print(f"padding {padding:.4f}, {len(packing.rows)} rows, {len(packing.left_out)} left out")
-
-
-@pytest.mark.parametrize(("lengths", "length"), [([1, 0], 8), ([1], 0), ([-1], 8)])
-def test_lengths_below_one_are_refused(lengths, length):
-    with pytest.raises(ValueError, match="at least 1"):
-        pack(lengths, length)
