@@ -83,7 +83,7 @@ def fresh_features(road, trained) -> FrameFeatures:
         road.model.config,
         known.settings,
         known.root,
-        source=known.files.source,
+        source=known.source,
         trained=trained,
     )
 
