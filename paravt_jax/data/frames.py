@@ -50,11 +50,7 @@ class PixelRules:
 
 
 def fit_size(
-    height: int,
-    width: int,
-    limits: tuple[int, int],
-    factor: int,
-    least_side: int,
+    height: int, width: int, limits: tuple[int, int], factor: int, least_side: int
 ) -> tuple[int, int]:
     """Return the (height, width) at which a frame is shown, as `qwen_vl_utils.smart_resize` does.
 
