@@ -10,8 +10,8 @@ Memory is estimated by arithmetic. Per device, a training step needs
     + tokens of a micro-batch * (layers * numbers kept per token + those of one layer)
 
 and the engine needs weights, moments, a copy of the weights, the KV cache and its largest call. The
-coefficients were fitted to programs that libtpu compiled. `python -m paravt_extras.plan` compiles
-the chosen programs and so checks the estimate.
+coefficients were fitted to programs that libtpu compiled; those of GPUs were not. `python -m
+paravt_extras.plan` compiles the chosen programs for a TPU slice and so checks the estimate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,6 @@ from models.model import abstract_model
 from models.remat import Remat
 from models.sharding import MESH_AXES, param_shardings
 from models.trained import TrainVision, cached_shape, split, split_vision
-from paravt_extras.engine_memory import decode_bytes, prefill_bytes
 from paravt_extras.slices import Devices, known_slices
 from rollout.engine.pages import page_count
 from rollout.engine.programs import CHUNK
@@ -50,9 +49,9 @@ from train.settings import ModelSettings, Run, change
 GIB = 2.0**30
 # Part of a device's memory to plan with. The rest covers errors of the estimate.
 USABLE = 0.97
-# Policies that keep activations on the device: each computes more again, and keeps less, than the
-# one before. Copies to the host take time, so `offload` comes last.
-ON_DEVICE: tuple[Remat, ...] = ("dots", "attention", "full")
+# Each policy computes more again, and keeps less, than the one before. `offload`, whose copies to
+# the host take time, is only set by hand.
+POLICIES: tuple[Remat, ...] = ("dots", "attention", "full")
 # Sequences decoded side by side. More would hardly be faster.
 MOST_SLOTS = 64
 # The fields of `Run` that a recipe can leave open.
@@ -134,22 +133,17 @@ def _fit(run: Run, devices: Devices) -> Fitted:
     fitted = change(run, run.name, fields)
     require_dividing(fitted, devices)
     memory = _Memory(fitted, devices, shapes)
-    phases: list[tuple[str, Sequence[str], Callable[..., float], Iterable[tuple[Any, Any]]]] = []
+    needs: dict[str, float] = {}
     if run.sft is not None:
-        names = "sft.remat", "sft.microbatches"
-        phases.append(("cold start", names, memory.cold_start, _cold_starts(memory)))
+        choices = _cold_starts(memory)
+        choice = _first_fitting("cold start", memory, memory.cold_start, choices, needs)
+        fields |= dict(zip(("sft.remat", "sft.microbatches"), choice, strict=True))
     if run.rl is not None:
-        names = "rl.remat", "rl.microbatch_tokens"
-        phases.append(("PARA-GRPO", names, memory.rl, _updates(memory)))
+        choice = _first_fitting("PARA-GRPO", memory, memory.rl, _updates(memory), needs)
+        fields |= dict(zip(("rl.remat", "rl.microbatch_tokens"), choice, strict=True))
     if run.plays_episodes:
-        names = "engine.slots", "engine.cache_tokens"
-        phases.append(("rollouts", names, memory.rollouts, _engines(memory)))
-    needs = {}
-    for phase, names, needed, choices in phases:
-        choice, needs[phase] = _first_fitting(phase, memory, needed, choices)
-        fields |= dict(zip(names, choice, strict=True))
-    if run.plays_episodes:
-        needs["weight sync"] = memory.weight_sync()
+        choice = _first_fitting("rollouts", memory, memory.rollouts, _engines(memory), needs)
+        fields |= dict(zip(("engine.slots", "engine.cache_tokens"), choice, strict=True))
     chosen = {name: value for name, value in fields.items() if value != _value(run, name)}
     return Fitted(change(run, run.name, fields), chosen, needs)
 
@@ -215,12 +209,10 @@ def choose_mesh(run: Run, devices: Devices, most_tensor: int) -> Mesh:
         rows = run.rl_shape.rows
     elif run.sft is not None:
         rows = run.sft.rows
-    of_replica = max(1, 2 ** math.ceil(math.log2(rows)) // data)
-    # The largest power of two that divides the devices and leaves none of them without a row.
-    least = math.gcd(left, 2 ** int(math.log2(of_replica)))
+    of_replica = 2 ** math.ceil(math.log2(rows)) // data
     fsdp = next(
         size
-        for size in range(least, left + 1)
+        for size in range(max(1, min(left, of_replica)), left + 1)
         if left % size == 0
         and data * size % devices.hosts == 0
         and most_tensor % (left // size) == 0
@@ -268,15 +260,19 @@ def require_dividing(run: Run, devices: Devices) -> None:
 
 
 def _first_fitting(
-    phase: str, memory: _Memory, needed: Callable[..., float], choices: Iterable[tuple[Any, Any]]
-) -> tuple[tuple[Any, Any], float]:
-    """Return the first choice whose needed bytes a device has, and these bytes."""
+    phase: str,
+    memory: _Memory,
+    needed: Callable[..., float],
+    choices: Iterable[tuple[Any, Any]],
+    needs: dict[str, float],
+) -> tuple[Any, Any]:
+    """Return the first choice whose needed bytes a device has, and note these bytes in `needs`."""
     least = math.inf
     for choice in choices:
-        bytes_needed = needed(*choice)
-        if bytes_needed <= memory.usable:
-            return choice, bytes_needed
-        least = min(least, bytes_needed)
+        needs[phase] = needed(*choice)
+        if needs[phase] <= memory.usable:
+            return choice
+        least = min(least, needs[phase])
     raise _TooLargeError(f"{phase}, which needs an estimated {least / GIB:.1f} GiB per device")
 
 
@@ -286,7 +282,7 @@ def _cold_starts(memory: _Memory) -> Iterator[tuple[Remat, int]]:
     assert sft is not None
     most = sft.shape.fitted(sft.rows, memory.row_devices).microbatches
     numbers = [sft.microbatches] if sft.microbatches else range(1, most + 1)
-    policies = (*ON_DEVICE, "offload") if sft.remat == "auto" else (sft.remat,)
+    policies = POLICIES if sft.remat == "auto" else (sft.remat,)
     return itertools.product(policies, numbers)
 
 
@@ -309,10 +305,8 @@ def _updates(memory: _Memory) -> list[tuple[Remat, int]]:
     del smaller[0]
     if rl.microbatch_tokens:
         whole, smaller = [rl.microbatch_tokens], []
-    policies = ON_DEVICE if rl.remat == "auto" else (rl.remat,)
-    last = ("offload",) if rl.remat == "auto" else ()
-    products = ((policies, whole), (policies, smaller), (last, [*whole, *smaller]))
-    return [choice for product in products for choice in itertools.product(*product)]
+    policies = POLICIES if rl.remat == "auto" else (rl.remat,)
+    return [choice for bounds in (whole, smaller) for choice in itertools.product(policies, bounds)]
 
 
 def _engines(memory: _Memory) -> Iterator[tuple[int, int]]:
@@ -440,11 +434,7 @@ class _Memory:
         gradients = self.weights * (2 if microbatches > 1 else 1)
         # Every replica has the visual vectors of the batch, and of the next one. What the tower
         # computes for the one after it is spread over all devices.
-        visual = rows * shape.visual
-        frames = visual / min(self.run.frame_tokens, self.run.crop_frame_tokens)
-        replicas = self.run.mesh.data if self.run.train_vision == "none" else 1
-        vectors = (2 * replicas + 1) * self._cached(visual, frames)
-        vectors += self._differentiated_vectors(visual * self.run.mesh.data)
+        vectors = (2 * self.run.mesh.data + 1) * self._cached(rows * shape.visual)
         activations = self._activations(policy, rows * shape.tokens / microbatches)
         return self._state(self.run.sft) + gradients + vectors + activations
 
@@ -452,29 +442,21 @@ class _Memory:
         """Return what an update of RL needs with at most `bound` tokens in a micro-batch."""
         shape = self.run.rl_shape
         # Every replica has the visual vectors of the whole step.
-        replicas = self.run.mesh.data
-        visual = shape.slots(self.devices.hosts, self.row_devices)
-        frames = shape.frames(self.devices.hosts, self.row_devices)
-        copies = replicas if self.run.train_vision == "none" else 1
-        vectors = copies * self._cached(visual, frames)
-        vectors += self._differentiated_vectors(visual * replicas)
+        slots = shape.slots(self.devices.hosts, self.row_devices)
+        vectors = self.run.mesh.data * self._cached(slots)
         largest = shape.microbatches(bound, self.row_devices, self.pieces)[0]
         activations = self._activations(policy, largest.size / self.row_devices)
         # The sum over micro-batches, and the gradient of one of them.
         return self.rl_state + 2 * self.weights + vectors + activations
 
-    def _cached(self, visual: float, frames: float) -> float:
-        """Return what is cached of frames for an update; see `models.trained`."""
-        trained = self.run.train_vision
-        slots = frames * self.run.largest_frame if trained == "tower" else visual
-        numbers = math.prod(cached_shape(self.shapes.config.vision, trained))
-        return slots * numbers * self.shapes.itemsize
-
-    def _differentiated_vectors(self, visual: float) -> float:
-        """Return the bytes of differentiated visual vectors, their gradient and its sum; or 0."""
-        if self.run.train_vision == "none":
-            return 0.0
-        return self._vectors(visual) * (2 + 4 / self.shapes.itemsize)
+    def _cached(self, visual: float) -> float:
+        """Return the bytes of what is cached of visual tokens for an update."""
+        trained, vision = self.run.train_vision, self.shapes.config.vision
+        if trained == "none":
+            return self._vectors(visual)
+        # Beside what the trained part reads: its vectors, their gradient and its sum in float32.
+        cached = visual * math.prod(cached_shape(vision, trained)) * self.shapes.itemsize
+        return cached + self._vectors(visual) * (2 + 4 / self.shapes.itemsize)
 
     def _vectors(self, visual: float) -> float:
         """Visual vectors, one of each level per visual token, in the type of the activations."""
@@ -507,26 +489,22 @@ class _Memory:
 
     def rollouts(self, slots: int, cache_tokens: int) -> float:
         """Return what the engine needs besides the state of RL."""
-        engine, config, token = self.engine(slots), self.shapes.config, self.token
+        engine = self.engine(slots)
         lengths = itertools.product(engine.prefill_lengths, (0, *engine.row_lengths))
-        copies = 0.0
-        if self.devices.tpu:
-            # Decoding works on the pages themselves.
-            calls = [self._prefill(engine, length, before) for length, before in lengths]
-        else:
-            item = self.shapes.itemsize
-            calls = [prefill_bytes(config, engine, item, token, *each) for each in lengths]
-            calls += [decode_bytes(config, engine, token, w, False) for w in engine.row_lengths]
-            # Copies of shared prompts, one per group of rows and length.
-            copies = engine.slots // engine.rows_per_prefix * sum(engine.prefix_lengths) * token
-            # Copies of the layers' weights.
-            states = (self.shapes.text, self.shapes.base)
-            layers = sum(_numbers(state["layers"]) for state in states if "layers" in state)
-            copies += layers * item / self.engine_devices
-        return self.rl_state + self.engine_weights + max(calls) + copies + cache_tokens * token
+        largest = max(self._prefill(engine, *each) for each in lengths)
+        if not self.devices.tpu:
+            # Without the kernels for pages, decoding gathers them and splits keys from values. The
+            # largest call has logits, too, and copies of shared prompts and of the weights.
+            reads = max(engine.rows(width) * (width + engine.steps) for width in engine.row_lengths)
+            shared = engine.slots // engine.rows_per_prefix * sum(engine.prefix_lengths)
+            logits = 4 * engine.slots * self.shapes.config.text.vocab_size * 4
+            largest = max(largest, logits + 3 * reads * self.token) + shared * self.token
+            numbers = _numbers(self.shapes.text) + _numbers(self.shapes.base)
+            largest += numbers * self.shapes.itemsize / self.engine_devices
+        return self.rl_state + self.engine_weights + largest + cache_tokens * self.token
 
     def _prefill(self, engine: EngineSizes, length: int, before: int) -> float:
-        """Return a call of prefill on a TPU: the visual vectors, and what the program computes."""
+        """Return a call of prefill: the visual vectors, and what the program computes."""
         text, itemsize, token = self.shapes.config.text, self.shapes.itemsize, self.token
         rows = engine.prefill_rows(length, before)
         tokens = rows * length
@@ -534,16 +512,13 @@ class _Memory:
         # Of one layer: the gathered pages, and their keys and values. Those of all layers are
         # joined at the end, when nothing is read any more.
         read = 2 * rows * before * token / text.num_hidden_layers
+        if not self.devices.tpu:
+            # XLA has more of a layer at a time, and the scores of a chunk of queries.
+            numbers += 3 * text.mlp_width + 6 * text.hidden_size
+            chunk = min(QUERY_CHUNK, length) * text.num_attention_heads
+            read += 2 * rows * chunk * (length + before) * 4
         bank = self._vectors(math.ceil(engine.bank_tokens / CHUNK) * CHUNK)
         return bank + tokens * (numbers * itemsize + token) + max(tokens * token, read)
-
-    def weight_sync(self) -> float:
-        """Return what is there while the engine receives new weights: two copies, and the batch."""
-        vectors = 0.0
-        if self.run.rl is not None:
-            slots = self.run.rl_shape.slots(self.devices.hosts, self.row_devices)
-            vectors = self._vectors(slots * self.run.mesh.data)
-        return self.rl_state + 2 * self.engine_weights + vectors
 
 
 def _kept(text: TextConfig, policy: Remat) -> int:

@@ -318,16 +318,13 @@ def device_bytes(tree: Any) -> float:
 
 
 class Compiled(NamedTuple):
-    """The compiler's report about one program. Bytes are per device."""
+    """The compiler's report about one program."""
 
-    name: str
     error: str
     """Empty if it compiled."""
-    peak: float = 0.0
-    """Bytes that the program needs, with its arguments."""
-    held: float = 0.0
-    """Bytes of other arrays that stay on the device meanwhile."""
-    floor: float = 0.0
+    peak: float = math.inf
+    """Bytes per device that the program needs, with its arguments."""
+    floor: float = math.inf
     """Seconds that a call takes at least."""
 
 
@@ -338,7 +335,7 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
     except jax.errors.JaxRuntimeError as error:
         if not _OUT_OF_MEMORY.search(str(error)):
             raise
-        return Compiled(program.name, str(error).partition("\n")[0][:200])
+        return Compiled(str(error).partition("\n")[0][:200])
     memory = compiled.memory_analysis()
     assert memory is not None
     # Donated arguments share memory with outputs, so both sums include it: subtract it once.
@@ -346,27 +343,24 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
     peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
     cost = compiled.cost_analysis() or {}
     rates = (cost.get("flops", 0.0) / chip.flops, cost.get("bytes accessed", 0.0) / chip.hbm_rate)
-    floor = chip.devices * max(rates)
-    return Compiled(program.name, "", peak, program.held, floor)
+    return Compiled("", peak, chip.devices * max(rates))
 
 
-def report(compiled: Sequence[Compiled], limit: float) -> str:
-    """Return the plan as a table, one line per program."""
-    lines = [f"{'GiB':>7} {'others':>7} {'total':>7} {'floor s':>9}  program"]
-    for one in compiled:
-        total = one.peak + one.held
-        figures = f"{one.peak / GIB:7.2f} {one.held / GIB:7.2f} {total / GIB:7.2f}"
-        line = f"{figures} {one.floor:9.4f}  {one.name}"
-        too_large = ": does not fit" if total > limit else ""
-        lines.append(f"{one.name}: {one.error}" if one.error else line + too_large)
-    verdict = "fits" if fits(compiled, limit) else "does not fit"
-    lines.append(f"{verdict}: {limit / GIB:.2f} GiB per device")
-    return "\n".join(lines)
-
-
-def fits(compiled: Sequence[Compiled], limit: float) -> bool:
-    """Return whether all programs compile and fit into `limit` bytes per device."""
-    return all(not one.error and one.peak + one.held <= limit for one in compiled)
+def print_plan(chosen: Sequence[Program], chip: Chip) -> bool:
+    """Compile programs and print a line about each; return whether all fit."""
+    print(f"{'GiB':>7} {'others':>7} {'total':>7} {'floor s':>9}  program", flush=True)
+    fits = True
+    for program in chosen:
+        held, (error, peak, floor) = program.held, compile_program(program, chip)
+        total = peak + held
+        figures = f"{peak / GIB:7.2f} {held / GIB:7.2f} {total / GIB:7.2f} {floor:9.4f}"
+        line = f"{program.name}: {error}" if error else f"{figures}  {program.name}"
+        too_large = total > chip.hbm
+        # A program takes minutes.
+        print(line + (": does not fit" if too_large else ""), flush=True)
+        fits = fits and not too_large
+    print(f"{'fits' if fits else 'does not fit'}: {chip.hbm / GIB:.2f} GiB per device")
+    return fits
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -409,12 +403,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return _USAGE
     print(f"{run.name} on {topology.name}: {fitted.describe()}")
-    compiled = []
-    for program in chosen:
-        print(f"compiles {program.name}", file=sys.stderr)
-        compiled.append(compile_program(program, topology.chip))
-    print(report(compiled, topology.chip.hbm))
-    return 0 if fits(compiled, topology.chip.hbm) else 1
+    return 0 if print_plan(chosen, topology.chip) else 1
 
 
 if __name__ == "__main__":

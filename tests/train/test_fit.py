@@ -33,7 +33,7 @@ def test_nothing_stays_open_and_everything_fits(name):
     data, fsdp, tensor = mesh_sizes(fitted.run)
     assert data * fsdp * tensor == devices.count
     assert data % devices.slices == 0 and data * fsdp % devices.hosts == 0
-    assert set(fitted.needs) == {"cold start", "PARA-GRPO", "rollouts", "weight sync"}
+    assert set(fitted.needs) == {"cold start", "PARA-GRPO", "rollouts"}
     assert devices.memory is not None
     assert max(fitted.needs.values()) <= devices.memory
     run = fitted.run
@@ -99,13 +99,11 @@ def test_values_set_by_hand_stay():
 
 
 def test_too_small_a_slice_is_one_line_with_those_that_would_do():
-    with pytest.raises(ValueError, match=r"devices = v5e:2x4: .*GiB") as refusal:
-        fitted_to("v5e:2x4")
-    named = str(refusal.value).rpartition(": ")[2].split(", ")
-    assert {name.partition(":")[0] for name in named} == {"v4", "v5e", "v5p", "v6e"}
     large = change(RUN, "by_hand", {"engine.cache_tokens": 10**6})
-    with pytest.raises(ValueError, match="too small for rollouts"):
+    with pytest.raises(ValueError, match="v5e:4x4: too small for rollouts.*GiB") as refusal:
         fitted_to("v5e:4x4", large)
+    named = str(refusal.value).rpartition(": ")[2].split(", ")
+    assert {name.partition(":")[0] for name in named} >= {"v5p", "v6e"}
     with pytest.raises(ValueError, match="reports no memory.*--mesh.fsdp"):
         fit(RUN, Devices("16 x NPU 3000", 16, 1, None))
 
@@ -115,11 +113,13 @@ def test_estimates_are_close_to_what_was_compiled(name):
     """docs/plan-NAME.json: no program needs more than estimated, but for three percent."""
     parts = {"SFT": "cold start", "reference": "PARA-GRPO", "RL": "PARA-GRPO"}
     parts |= dict.fromkeys(("vision", "bank", "prefill", "page", "decode"), "rollouts")
-    parts["weight"] = "weight sync"
     for plan in json.loads((ROOT / f"docs/plan-{name}.json").read_text()):
         fitted = fit(RECIPES[name](), Topology(plan["topology"]).available)
         for held in plan["together"]:
-            part = parts[held["program"].split()[0]]
+            part = parts.get(held["program"].split()[0])
+            if part is None:
+                assert held["program"] == "weight sync"
+                continue
             assert held["total"] <= 1.03 * fitted.needs[part], (plan["topology"], held["program"])
 
 
