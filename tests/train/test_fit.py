@@ -103,7 +103,7 @@ def test_too_small_a_slice_is_one_line_with_those_that_would_do():
     with pytest.raises(ValueError, match="v5e:4x4: too small for rollouts.*GiB") as refusal:
         fitted_to("v5e:4x4", large)
     named = str(refusal.value).rpartition(": ")[2].split(", ")
-    assert {name.partition(":")[0] for name in named} >= {"v5p", "v6e"}
+    assert named and all(name.startswith("v5p:") for name in named)
     with pytest.raises(ValueError, match="reports no memory.*--mesh.fsdp"):
         fit(RUN, Devices("16 x NPU 3000", 16, 1, None))
 
