@@ -58,17 +58,16 @@ def gaps(step: Record, k: int, figure: str = "tool_gap") -> list[Weighted]:
     return [(gap, called * (rollouts - called) / rollouts)]
 
 
-def tag_probabilities(step: Record, kind: str = "") -> list[Weighted]:
+def tag_probabilities(step: Record, kind: str) -> list[Weighted]:
     """Return the mean probability of a step's sampled tags, weighted by their number; [] without
     any.
 
     Args:
         step: A step's line of metrics.jsonl.
-        kind: A key of `KINDS`; empty: all tags.
+        kind: A key of `KINDS`.
     """
-    name = f"tags/{kind}" if kind else "tags"
-    probability = step.get(f"{name}/probability")
-    return [] if probability is None else [(probability, step[f"{name}/count"])]
+    probability = step.get(f"tags/{kind}/probability")
+    return [] if probability is None else [(probability, step[f"tags/{kind}/count"])]
 
 
 def weighted_mean(values: Sequence[Weighted]) -> float | None:
