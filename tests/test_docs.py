@@ -225,25 +225,18 @@ def test_modules_that_the_pages_run_exist():
 
 # Rows of README's result table, and the rows of docs/results.md with their cells; None: not there.
 RESULT_ROWS = {
-    "accuracy": ("accuracy before", "accuracy, control", "accuracy after"),
+    "accuracy": ("accuracy before", "accuracy after"),
     "crops per question, no overview frame shows the answer": (
-        None,
         None,
         "calls after, answer not shown",
     ),
     "crops per multiple-choice question, a frame shows the answer": (
         None,
-        None,
         "calls after, choice, answer shown",
     ),
-    "accuracy, sampled at temperature 0.7": (
-        "accuracy before, sampled",
-        None,
-        "accuracy after, sampled",
-    ),
+    "accuracy, sampled at temperature 0.7": ("accuracy before, sampled", "accuracy after, sampled"),
     "rollouts in the correct format, sampled": (
         "compliance before, sampled",
-        None,
         "compliance after, sampled",
     ),
 }
@@ -259,7 +252,7 @@ def result_table(page: str, heading: str, columns: int) -> dict[str, list[str]]:
 
 
 def test_the_readme_shows_the_figures_of_docs_results():
-    shown = result_table("README.md", "Result", 4)
+    shown = result_table("README.md", "Result", 3)
     measured = result_table("docs/results.md", "The tiny run", 5)
     assert shown.keys() == RESULT_ROWS.keys()
     for row, names in RESULT_ROWS.items():
