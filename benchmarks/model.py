@@ -303,7 +303,7 @@ def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
         def step(carry, position):
             token, cache = carry
             positions = jnp.broadcast_to(position, (3, rows))
-            hidden, cache, _ = text.decode(token, positions, cache, layers)
+            hidden, cache = text.decode(token, positions, cache, layers)
             token = jnp.argmax(text.logits(hidden), -1)
             return (token, cache.advance(jnp.ones(rows, bool))), token
 

@@ -36,7 +36,7 @@ _SCHEDULE = ("tests/rollout/engine/test_schedules.py", "tests/rollout/engine/tes
 _BATCH = ("tests/train/test_batch.py",)
 _STEP = ("tests/train/test_step.py", "tests/train/test_rl.py")
 _CHECKPOINT = ("tests/train/test_checkpoint.py",)
-_DYNAMIC = ("tests/train/test_dynamic_sampling.py",)
+_POOL = ("tests/train/test_rollout_pool.py",)
 _UPDATES = ("tests/train/test_updates_per_batch.py",)
 _EPISODE = ("tests/rollout/test_episode.py", "tests/rollout/engine/test_under_fire.py")
 
@@ -287,21 +287,15 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "if not turns:",
         ),
     },
-    ("train/learn/rollouts.py", _DYNAMIC): {
-        "further_questions_reuse_seeds": (
+    ("train/learn/rollouts.py", _POOL): {
+        "groups_of_the_first_step_reuse_seeds": (
             "seed_of(seed, step, first + n, g)",
             "seed_of(seed, step, n, g)",
-        ),
-        "replaced_groups_stay": ("(*old.groups, *new.groups)", "(*new.groups, *old.groups)"),
-        "budget_by_number": ("question, budgets[prompt],", "question, budgets[n],"),
-        "a_round_too_many": (
-            "for _ in range(settings.dynamic_sampling):",
-            "for _ in range(settings.dynamic_sampling + 1):",
         ),
     },
     ("train/learn/rl.py", _UPDATES): {
         "proximal_of_the_latest_update": (
-            "settings.updates_per_batch > 1 and first:",
+            "settings.updates_per_batch > 1 and here.proximal is None:",
             "settings.updates_per_batch > 1:",
         ),
     },

@@ -2,23 +2,17 @@
 
 Over a mesh, the experts are divided over `tensor`, whose devices share a row's tokens. Each device
 computes its experts' share of the output, and a psum adds the shares.
-
-The experts of a token in one layer are its route. Two programs that round differently may choose
-different experts, so a layer also returns a mark of each route, a byte. Equal sets of experts have
-equal marks. Sets that differ in one expert have different marks, if there are up to 256 experts;
-other sets have the same mark in about one of 256 cases.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int
 
 from models.config import TextConfig
 from models.layers import normal, product
@@ -44,32 +38,28 @@ class Experts(nnx.Module):
         self.gate_up = normal(rngs, (layers, count, d, 2 * f), axes, d**-0.5, param_dtype)
         self.down = normal(rngs, (layers, count, f, d), axes, f**-0.5, param_dtype)
 
-    def __call__(
-        self, x: Float[Array, "b t d"]
-    ) -> tuple[Float[Array, "b t d"], UInt8[Array, "b t"]]:
-        """Return the output of one layer, and the mark of each token's route."""
+    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """Return the output of one layer."""
         router = self.router[...]
         # Rounded before they are gathered.
         gate_up, down = (weight[...].astype(x.dtype) for weight in (self.gate_up, self.down))
         mesh = current_mesh()
         if mesh is None:
-            out, routes = _mixture(x, router, gate_up, down, self.per_token, 0)
-            return out.astype(x.dtype), routes
+            return _mixture(x, router, gate_up, down, self.per_token, 0).astype(x.dtype)
 
-        def share(x: Array, router: Array, gate_up: Array, down: Array) -> tuple[Array, Array]:
+        def share(x: Array, router: Array, gate_up: Array, down: Array) -> Array:
             gate_up, down = (
                 jax.lax.all_gather(weight, "fsdp", axis=1, tiled=True) for weight in (gate_up, down)
             )
             first = jax.lax.axis_index("tensor") * gate_up.shape[0]
-            out, routes = _mixture(x, router, gate_up, down, self.per_token, first)
-            return jax.lax.psum(out, "tensor"), routes
+            out = _mixture(x, router, gate_up, down, self.per_token, first)
+            return jax.lax.psum(out, "tensor")
 
         # The compiler cannot divide products of unequal groups. Here each device runs its own.
         rows = PartitionSpec(ROWS if len(x) % row_devices(mesh) == 0 else None)
         by_expert, whole = PartitionSpec("tensor", "fsdp"), PartitionSpec()
         divided = on_devices(share, (rows, whole, by_expert, by_expert), rows)
-        out, routes = divided(x, router, gate_up, down)
-        return out.astype(x.dtype), routes
+        return divided(x, router, gate_up, down).astype(x.dtype)
 
 
 def _route(
@@ -82,13 +72,6 @@ def _route(
     return (shares / shares.sum(-1, keepdims=True)).astype(rows.dtype), chosen
 
 
-def _marks(chosen: Int[Array, "n k"], count: int) -> UInt8[Array, " n"]:
-    """Return the mark of each token's route, among `count` experts."""
-    # A sum does not depend on the order of experts. Numbers of experts have too many equal sums.
-    of_expert = np.random.default_rng(0).permutation(max(256, count))[:count].astype(np.uint8)
-    return jnp.asarray(of_expert)[chosen].sum(axis=-1, dtype=jnp.uint8)
-
-
 def _mixture(
     x: Float[Array, "b t d"],
     router: Float[Array, "d e"],
@@ -96,9 +79,8 @@ def _mixture(
     down: Float[Array, "m f d"],
     per_token: int,
     first_expert: int | Int[Array, ""],
-) -> tuple[Float[Array, "b t d"], UInt8[Array, "b t"]]:
-    """Return the share of m experts, from `first_expert` on, in the output, float32; marks of
-    routes."""
+) -> Float[Array, "b t d"]:
+    """Return the share of m experts, from `first_expert` on, in the output, float32."""
     rows = x.reshape(-1, x.shape[-1])
     shares, chosen = _route(rows, router, per_token)
     count = len(gate_up)
@@ -117,5 +99,4 @@ def _mixture(
     outputs = jnp.where(known, outputs, 0)
     # Back in the order of tokens, and summed in that of experts: the same bits in every run.
     outputs = outputs[jnp.argsort(order)].reshape(*shares.shape, -1) * shares[..., None]
-    routes = _marks(chosen, router.shape[1]).reshape(x.shape[:2])
-    return outputs.astype(jnp.float32).sum(axis=1).reshape(x.shape), routes
+    return outputs.astype(jnp.float32).sum(axis=1).reshape(x.shape)

@@ -86,7 +86,7 @@ def _sample(
     def body(state):
         count, new, cache = state
         position = jnp.full((3, 1), after + count - 1)
-        hidden, cache, *_ = text.decode(new[count - 1, None], position, cache, layers)
+        hidden, cache = text.decode(new[count - 1, None], position, cache, layers)
         new = new.at[count].set(text.logits(hidden)[0].argmax())
         return count + 1, new, cache.advance(jnp.ones(1, bool))
 

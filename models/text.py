@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Key, UInt8
+from jaxtyping import Array, Float, Int, Key
 
 from models.attention import DenseCache, PagedCache, RowLayout, attend, platform
 from models.config import TextConfig, require
@@ -191,19 +191,15 @@ class DecoderLayer(nnx.Module):
     @jax.named_scope("mlp")
     def finish(
         self, x: Float[Array, "b t d"], attended: Float[Array, "b t n h"]
-    ) -> tuple[Float[Array, "b t d"], UInt8[Array, "b t"] | None]:
-        """Return the layer's output, given its input and the output of attention.
-
-        With experts also the marks of the tokens' experts (`models.experts`).
-        """
+    ) -> Float[Array, "b t d"]:
+        """Return the layer's output, given its input and the output of attention."""
         # The output projection takes all heads at once.
         x = x + self._times("o", attended.reshape(*x.shape[:-1], -1))
         y = rms_norm(x, self.post_norm, self.eps)
         if self.experts is not None:
-            mixed, routes = self.experts(y)
-            return x + mixed, routes
+            return x + self.experts(y)
         gate = jax.nn.silu(self._times("gate", y))
-        return x + self._times("down", gate * self._times("up", y)), None
+        return x + self._times("down", gate * self._times("up", y))
 
     def _times(self, name: str, x: Float[Array, "*n i"]) -> Float[Array, "*n *o"]:
         """Return x times a weight, plus what the weight's adapter adds."""
@@ -279,21 +275,11 @@ class TextDecoder(nnx.Module):
         self,
         ids: Int[Array | np.ndarray, "b t"],
         positions: Int[Array | np.ndarray, "3 b t"],
-        **options: Any,
-    ) -> tuple[Float[Array, "b t d"], KV]:
-        """Return hidden states, keys and values of `forward`, which has the same arguments."""
-        hidden, kv, _ = self.forward(ids, positions, **options)
-        return hidden, kv
-
-    def forward(
-        self,
-        ids: Int[Array | np.ndarray, "b t"],
-        positions: Int[Array | np.ndarray, "3 b t"],
         layout: RowLayout | None = None,
         visual: VisualBank | None = None,
         prefix: KV | Callable[[Int[Array, ""]], KV] | None = None,
         remat: Remat = "none",
-    ) -> tuple[Float[Array, "b t d"], KV, UInt8[Array, "l b t"] | None]:
+    ) -> tuple[Float[Array, "b t d"], KV]:
         """Run the decoder over whole sequences.
 
         Over a mesh, rows are sharded over `data` and `fsdp`.
@@ -309,8 +295,7 @@ class TextDecoder(nnx.Module):
             remat: what is kept for the backward pass.
 
         Returns:
-            Hidden states after the final norm, and the keys and values of these tokens. With
-            experts also the marks of the tokens' experts in each layer (`models.experts`).
+            Hidden states after the final norm, and the keys and values of these tokens.
 
         Raises:
             ValueError: the layout contradicts itself or the prefix.
@@ -332,10 +317,10 @@ class TextDecoder(nnx.Module):
             x = checkpoint_name(constrain(x, *between), LAYER_INPUT)
             x = constrain(x, ROWS)
             q, k, v = block.project(x, angles)
-            x, routes = block.finish(x, attend(q, k, v, layout, past))
+            x = block.finish(x, attend(q, k, v, layout, past))
             if visual is not None:
                 x = visual.add_level(x, number + 1)
-            return constrain(constrain(x, ROWS), *between), (KV(k, v), routes)
+            return constrain(constrain(x, ROWS), *between), KV(k, v)
 
         x = self._embed_rows(ids)
         if visual is not None:
@@ -345,12 +330,12 @@ class TextDecoder(nnx.Module):
         keys = None if key is None else jax.random.split(key, len(layers))
         # KV's arrays have a leading layer axis, so the scan gives each layer its own slice.
         stacked_prefix = None if callable(prefix) else prefix
-        x, (kv, routes) = jax.lax.scan(
+        x, kv = jax.lax.scan(
             rematerialise(body, remat),
             constrain(x, *between),
             (state, layers, stacked_prefix, keys),
         )
-        return rms_norm(x, self.norm, self.config.rms_norm_eps), kv, routes
+        return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
 
     def decode(
         self,
@@ -358,7 +343,7 @@ class TextDecoder(nnx.Module):
         positions: Int[Array | np.ndarray, "3 b"],
         cache: Cache,
         layers: Sequence[nnx.State] | None = None,
-    ) -> tuple[Float[Array, "b d"], Cache, UInt8[Array, "l b"] | None]:
+    ) -> tuple[Float[Array, "b d"], Cache]:
         """Run the decoder over one text token per row.
 
         The cache is updated in place if the caller donates it.
@@ -372,8 +357,7 @@ class TextDecoder(nnx.Module):
 
         Returns:
             The hidden state after the final norm, and the cache with the token written to it. The
-            caller decides which rows keep the token (`cache.advance`). With experts also the marks
-            of the token's experts (`models.experts`).
+            caller decides which rows keep the token (`cache.advance`).
         """
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions[..., None], self.config)
@@ -386,21 +370,17 @@ class TextDecoder(nnx.Module):
             q, k, v = block.project(x, angles)
             with jax.named_scope("attention"):
                 attended, cache = cache.attend(number, q[:, 0], k[:, 0], v[:, 0])
-            x, routes = block.finish(x, attended[:, None])
-            return (x, cache), None if routes is None else routes[:, 0]
+            return (block.finish(x, attended[:, None]), cache), None
 
         carry = (self.embed(ids)[:, None], cache)
         if cache.stacked:
             numbers = jnp.arange(self.config.num_hidden_layers)
-            carry, routes = jax.lax.scan(body, carry, (numbers, state))
+            carry, _ = jax.lax.scan(body, carry, (numbers, state))
         else:
-            by_layer = []
             for layer in enumerate(layers or self._unstacked(state)):
-                carry, route = body(carry, layer)
-                by_layer.append(route)
-            routes = None if self.config.experts is None else jnp.stack(by_layer)
+                carry, _ = body(carry, layer)
         x, cache = carry
-        return rms_norm(x, self.norm, self.config.rms_norm_eps)[:, 0], cache, routes
+        return rms_norm(x, self.norm, self.config.rms_norm_eps)[:, 0], cache
 
     def decode_layers(self) -> list[nnx.State] | None:
         """Return each layer's weights as separate arrays; None on TPU.

@@ -152,8 +152,8 @@ class QuestionStream:
     """The questions of training, without end. The seed fixes their order.
 
     Overviews of published videos are read in advance: those of the questions that are drawn, and
-    those of the step after them. With dynamic sampling, a step may draw further questions, which
-    are then taken from the next step, and that step's overviews are requested anew.
+    those of the step after them. The first step of a run with stale rollouts draws twice, which
+    takes from the next step, and that step's overviews are requested anew.
 
     Args:
         data: The questions.
@@ -181,19 +181,11 @@ class QuestionStream:
         # Overview frames that were requested for questions that are not drawn yet, by number.
         self._requested: dict[int, int] = {}
 
-    def draw(self, step: int, prompts: Sequence[int] | None = None) -> tuple[Question, ...]:
-        """Draw a question for each prompt of a step, or for some of them.
-
-        Every process gets the same questions.
-
-        Args:
-            step: Number of the step, from 0.
-            prompts: Numbers of prompts of the step; None: all.
-        """
+    def draw(self, step: int) -> tuple[Question, ...]:
+        """Draw a question for each prompt of a step, from 0: the same on every process."""
         budgets = self._budgets(step)
-        prompts = range(len(budgets)) if prompts is None else prompts
-        self._read_ahead([budgets[number] for number in prompts])
-        drawn = tuple(question for _ in prompts for question in next(self._questions))
+        self._read_ahead(budgets)
+        drawn = tuple(question for _ in budgets for question in next(self._questions))
         self._drawn += len(drawn)
         self._requested = {n: k for n, k in self._requested.items() if n >= self._drawn}
         self._read_ahead(self._budgets(step + 1))

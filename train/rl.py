@@ -19,7 +19,7 @@ from jaxtyping import Float
 from train.learn.packing import GroupLengths
 from train.learn.rl import Learner
 from train.learn.rollout_pool import RolloutPool
-from train.learn.rollouts import Questions, Rollouts, describe, play_step, require_fresh
+from train.learn.rollouts import Questions, Rollouts, begin, describe, require_fresh, roll_out
 from train.learn.update import TrainState
 from train.learn.weight_sync import TrainedActor
 
@@ -136,7 +136,7 @@ def rl_step(
         state: The state before the step; donated.
         learner: Updates the weights.
         actor: Samples under the weights of `state`.
-        questions: Questions of the step, and further ones for dynamic sampling.
+        questions: Gives the questions of the step.
         seed: Seed of the run.
         pool: Holds the episodes that outlive a step, if and only if `max_staleness` is above 0.
 
@@ -152,12 +152,15 @@ def rl_step(
     step = int(state.step) // settings.updates_per_batch
     seconds: dict[str, float] = {}
     with timed("rollout", seconds):
-        play = play_step if pool is None else pool.play_step
-        sampled = play(actor, questions, settings, seed, step)
+        if pool is None:
+            groups = begin(questions.draw(step), settings, seed, step)
+            rollouts = roll_out(actor, groups, settings)
+        else:
+            rollouts = pool.play_step(actor, questions, settings, seed, step)
         actor.sleep()
-    require_fresh(sampled.batch, step, settings.max_staleness)
+    require_fresh(rollouts, step, settings.max_staleness)
     with timed("data", seconds):
-        laid_out = learner.lay_out(sampled.batch, actor.environment, step)
+        laid_out = learner.lay_out(rollouts, actor.environment, step)
     with timed("reference", seconds):
         batch = learner.score(laid_out)
     with timed("update", seconds):
@@ -168,7 +171,7 @@ def rl_step(
         del batch, laid_out
         fingerprint = actor.load(state.weights, step + 1)
     metrics["weights/fingerprint"] = float(fingerprint)
-    metrics |= describe(sampled.drawn) | sampled.metrics | arrays.metrics
+    metrics |= describe(rollouts) | rollouts.metrics | arrays.metrics
     return state, trained, metrics | seconds
 
 

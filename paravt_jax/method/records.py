@@ -12,7 +12,7 @@ import hashlib
 from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Float, Float32, Int, Int8, Int32, UInt8
+from jaxtyping import Float, Float32, Int, Int8, Int32
 
 
 class QuestionKind(enum.StrEnum):
@@ -117,9 +117,6 @@ class Segment:
     the ids that it scores. None if the segment was not sampled."""
     versions: Int[np.ndarray, " t"] | None = None
     """Version of the weights that sampled each token; None if it was not sampled."""
-    routes: UInt8[np.ndarray, "t l"] | None = None
-    """Marks of the experts that the sampler used for each token, in each of l layers
-    (`models.experts`); None if it was not sampled, or by a model without experts."""
 
     def __post_init__(self):
         if (self.logprobs is not None) != (self.author is Author.MODEL):
@@ -192,16 +189,6 @@ class Trajectory:
                 for s in self._segments
             ]
         ).astype(np.int32)
-
-    def routes(self, layers: int) -> UInt8[np.ndarray, "t l"]:
-        """Return `Segment.routes` of each token in a model of so many layers; 0 where there are
-        none."""
-        return np.concatenate(
-            [
-                np.zeros((len(s.ids), layers), np.uint8) if s.routes is None else s.routes
-                for s in self._segments
-            ]
-        )
 
 
 class CallStatus(enum.StrEnum):

@@ -468,7 +468,6 @@ def _sampled_segment(sample: Sample) -> Segment:
         sample.logprobs,
         digest=sample.digest,
         versions=sample.versions,
-        routes=sample.routes,
     )
 
 

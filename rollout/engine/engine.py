@@ -342,19 +342,13 @@ class Engine:
         ids = np.array(sequence.drawn, np.int32)
         logprobs = np.array(sequence.logprobs, np.float32)
         versions = np.full(len(ids), self.version, np.int32)
-        text = self.config.text
-        routes = None
-        if text.experts is not None:
-            routes = np.array(sequence.routes, np.uint8).reshape(-1, text.num_hidden_layers)
         begun = sequence.prompt.request.begun
         if begun is not None:
             ids = np.concatenate([begun.ids, ids])
             logprobs = np.concatenate([begun.logprobs, logprobs])
             versions = np.concatenate([begun.versions, versions])
-            if routes is not None and begun.routes is not None:
-                routes = np.concatenate([begun.routes, routes])
         self.unanswered[sequence.ticket][sequence.sample] = Sample(
-            ids, logprobs, stop, versions, digest(sequence.ids), reason, routes
+            ids, logprobs, stop, versions, digest(sequence.ids), reason
         )
         self.counts.stops[stop] += 1
         if sequence in self.running:
@@ -561,7 +555,6 @@ class Engine:
         """Append new tokens, and finish a sample that ended."""
         sequence.drawn += decoded.ids
         sequence.logprobs += decoded.logprobs
-        sequence.routes += decoded.routes
         self.counts.sampled_tokens += len(decoded.ids)
         # All but the last token: the last one drawn has not been fed to the model yet.
         sequence.computed = sequence.prompt.prefill_length + len(sequence.drawn)

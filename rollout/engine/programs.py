@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int
 
 from models.attention import DenseCache, PagedCache, RowLayout, Shared
 from models.lora import split
@@ -97,15 +97,10 @@ class DecodeRows(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """New tokens: the first `counts` of each row, sampled in `steps` steps.
-
-    `routes` has the marks of the experts that computed each token's log-prob (`models.experts`);
-    None without experts.
-    """
+    """New tokens: the first `counts` of each row, sampled in `steps` steps."""
 
     ids: Int[Any, "b n"]
     logprobs: Float[Any, "b n"]
-    routes: UInt8[Any, "b n l"] | None
     counts: Int[Any, " b"]
     steps: Int[Any, ""]
 
@@ -348,9 +343,9 @@ class Programs:
         # Shapes are static, so finished rows are still computed. Their tokens are beyond `counts`
         # and so never read, and `advance` leaves them out of the cache.
         def body(state: tuple) -> tuple:
-            step, active, counts, tokens, cache, ids, logprobs, routes = state
+            step, active, counts, tokens, cache, ids, logprobs = state
             positions = jnp.broadcast_to(rows.positions + step, (3, len(tokens)))
-            hidden, cache, route = text.decode(tokens, positions, cache, layers)
+            hidden, cache = text.decode(tokens, positions, cache, layers)
             # The number of the draw is the row's count of tokens, not the step of this loop. So a
             # sample does not depend on how its tokens are split into calls.
             token, logprob = sample(text.logits(hidden), rows.choices, rows.drawn + counts)
@@ -358,23 +353,18 @@ class Programs:
             counts = counts + active
             ids = ids.at[:, step].set(token)
             logprobs = logprobs.at[:, step].set(logprob)
-            if route is not None:
-                routes = routes.at[:, step].set(route.T)
             stopped = (token[:, None] == rows.stops).any(1)
             active = active & (counts < rows.left) & ~stopped
-            return step + 1, active, counts, token, cache, ids, logprobs, routes
+            return step + 1, active, counts, token, cache, ids, logprobs
 
         active = rows.left > 0
         counts = jnp.zeros_like(active, jnp.int32)
         empty = jnp.zeros((len(rows.tokens), steps))
         ids = empty.astype(jnp.int32)
-        routes = None
-        if self.text.experts is not None:
-            routes = jnp.zeros((*empty.shape, self.text.num_hidden_layers), jnp.uint8)
-        state = (jnp.int32(0), active, counts, rows.tokens, cache, ids, empty, routes)
+        state = (jnp.int32(0), active, counts, rows.tokens, cache, ids, empty)
         state = jax.lax.while_loop(unfinished, body, state)
-        step, _, counts, _, cache, ids, logprobs, routes = state
-        drawn = Drawn(ids, logprobs, routes, counts, step)
+        step, _, counts, _, cache, ids, logprobs = state
+        drawn = Drawn(ids, logprobs, counts, step)
         if isinstance(cache, PagedCache):
             return cache.pages, drawn
         # Columns from `width` on hold the new tokens. Write them after the row's own tokens.

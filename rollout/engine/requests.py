@@ -33,7 +33,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int, Int32, UInt8
+from jaxtyping import Float, Int, Int32
 
 from models.features import FrameReading, wait_for_one
 from paravt_jax.checks import require_at_least
@@ -145,9 +145,6 @@ class Sample:
     """`paravt_jax.method.records.digest` of the prompt and the sampled tokens."""
     reason: str = ""
     """Why a request was refused or failed, or its video is unreadable, for people."""
-    routes: UInt8[np.ndarray, "t l"] | None = None
-    """The marks of the experts that computed each token's log-prob, by layer (`models.experts`);
-    None without experts."""
 
 
 Completion = tuple[int, tuple[Sample, ...]]  # a request's ticket, and one sample per seed

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import Int
 
 from models.attention import platform
 from models.model import VisionLanguageModel
@@ -53,8 +53,6 @@ class Decoded(NamedTuple):
 
     ids: list[int]
     logprobs: list[float]
-    routes: list[UInt8[np.ndarray, " l"]]
-    """The marks of each token's experts, by layer (`models.experts`); empty without experts."""
 
 
 class ModelRunner:
@@ -178,7 +176,7 @@ class ModelRunner:
 
     def decode(self, sequences: Sequence[EngineSequence], weights: Any) -> list[Decoded]:
         """Sample up to `settings.steps` tokens for each of at most `settings.slots` sequences."""
-        results = [Decoded([], [], [])] * len(sequences)
+        results = [Decoded([], [])] * len(sequences)
         # Longest first: if one program cannot read all of them, sequences of similar length run
         # together, so that short ones are not padded to the length of long ones.
         order = sorted(range(len(sequences)), key=lambda n: -sequences[n].computed)
@@ -196,9 +194,8 @@ class ModelRunner:
             for row, n in enumerate(layout.rows):
                 if n is not None:
                     new = row, slice(drawn.counts[row])
-                    routes = [] if drawn.routes is None else list(drawn.routes[new])
                     ids, logprobs = drawn.ids[new].tolist(), drawn.logprobs[new].tolist()
-                    results[order[n]] = Decoded(ids, logprobs, routes)
+                    results[order[n]] = Decoded(ids, logprobs)
             order = order[count:]
         return results
 

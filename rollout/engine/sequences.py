@@ -10,7 +10,7 @@ import functools
 import hashlib
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32, UInt8
+from jaxtyping import Bool, Int, Int32
 
 from models.config import ModelConfig
 from models.features import FrameFeatures
@@ -66,8 +66,7 @@ class EngineSequence:
         visual: vectors of the visual tokens that are not computed yet.
         begun: tokens of the response that were drawn by an earlier request. They are the end of
             `prompt`.
-        drawn: tokens sampled so far, after those. `logprobs` has their log-probs, and `routes` the
-            marks of their experts (`Decoded`).
+        drawn: tokens sampled so far, after those. `logprobs` has their log-probs.
     """
 
     def __init__(self, ticket: int, sample: int, prompt: Prompt):
@@ -84,7 +83,6 @@ class EngineSequence:
         self.begun = 0 if prompt.request.begun is None else len(prompt.request.begun.ids)
         self.drawn: list[int] = []
         self.logprobs: list[float] = []
-        self.routes: list[UInt8[np.ndarray, " l"]] = []
 
     @property
     def missing(self) -> int:

@@ -116,14 +116,6 @@ def adapt(folder: pathlib.Path, index: int) -> dict:
     return {"figures": small.learn(road, fsdp=8)}
 
 
-def resample(folder: pathlib.Path, index: int) -> dict:
-    import small
-
-    with hosts.one_after_another():
-        road = small.build_road(folder)
-    return small.resample(road)
-
-
 def damaged(folder: pathlib.Path, index: int) -> dict:
     """Saves two checkpoints on both processes, damages the newer one, and reads it."""
     from train.durable.checkpoint import CheckpointError, Checkpoints
@@ -176,6 +168,5 @@ if __name__ == "__main__":
         "damaged": damaged,
         "learn": learn,
         "adapt": adapt,
-        "resample": resample,
     }
     print(json.dumps(tasks[task](pathlib.Path(folder), hosts.process_index())))

@@ -6,13 +6,11 @@ As a program it is `train.run` with one more recipe, `small`, so that a test can
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
 import pathlib
 import signal
-from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -32,7 +30,6 @@ from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall, digest
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.scoring import Rules
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Environment
@@ -40,13 +37,12 @@ from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.engine.sizing import EngineSettings
 from tests.train.steps import road_learner, take_step
-from train.data import Data, QuestionStream
+from train.data import Data
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import read_metrics
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
-from train.learn.rollouts import Actor, draw_budgets, play_step
 from train.learn.sft import SFTSettings
 from train.model import model_config
 from train.prepare import prepare
@@ -262,55 +258,6 @@ class Uneven(Script):
         if self.quiet in self.vocabulary.decode(request.ids):
             self.plans = Script.plans[2:]
         return super()._sample(request, seed)
-
-
-class Picky(Script):
-    """Answers dull questions always alike, and gives all others answers of unequal format."""
-
-    lively = (
-        "guess\n</think><answer>B</answer>",
-        "guess\n</think>B",
-    )
-
-    def __init__(self, road: Road, dull: Sequence[str]):
-        super().__init__(road)
-        self.dull = dull
-        self.asked: list[Request] = []
-        self.answered = collections.Counter[bytes]()
-
-    def submit(self, request: Request) -> int:
-        self.asked.append(request)
-        return super().submit(request)
-
-    def _sample(self, request: Request, seed: int) -> Sample:
-        asked = self.vocabulary.decode(request.ids)
-        silent = any(text in asked for text in self.dull)
-        # The rollouts of a group get the answers in turn, so that they never agree by chance.
-        prompt = request.ids.tobytes()
-        number = 0 if silent else self.answered[prompt] % len(self.lively)
-        self.answered[prompt] += 1
-        self.plans = (self.lively[number],)
-        return super()._sample(request, seed)
-
-
-def resample(road: Road) -> dict[str, Any]:
-    """What dynamic sampling makes of a step in which half of the questions are dull."""
-    assert road.run.rl is not None
-    settings = dataclasses.replace(road.run.rl, prompts=5, dynamic_sampling=2)
-    budgets = functools.partial(draw_budgets, settings, 0, prompts=settings.prompts)
-    questions = QuestionStream(road.data, None, 7, settings.grpo.group_size, budgets)
-    sampler = Picky(road, [question.text for question in road.data.questions[::2]])
-    played = play_step(Actor(sampler, road.environment, Rules()), questions, settings, 0, 3)
-    batch = played.batch
-    return {
-        "questions": [group.episodes[0].question.id for group in batch.groups],
-        "prompts": [group.prompt for group in batch.groups],
-        "rewards": [[reward.total for reward in group.rewards] for group in batch.groups],
-        "ids": [episode.trajectory.ids.tolist() for episode in batch.episodes],
-        "further": played.metrics["groups/further"],
-        "replaced": played.metrics["groups/replaced"],
-        "state": questions.get_state(),
-    }
 
 
 def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:

@@ -21,12 +21,11 @@ from train.rl import Trained, rl_step
 
 @dataclasses.dataclass
 class Given:
-    """Questions that are given; there are no further ones."""
+    """Questions that are given."""
 
     questions: Sequence[Question]
 
-    def draw(self, step: int, prompts: Sequence[int] | None = None) -> Sequence[Question]:
-        assert prompts is None, "no further questions are given"
+    def draw(self, step: int) -> Sequence[Question]:
         return self.questions
 
     def get_state(self) -> dict[str, Any]:

@@ -180,9 +180,8 @@ def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(
     assert heldout.isdisjoint(question.id for batch in before + after for question in batch)
 
 
-@pytest.mark.parametrize("prompts", [range(7), [1, 4, 6]], ids=["a step", "further questions"])
 def test_processes_prefetch_the_overviews_of_rollouts_that_they_play(
-    data, small_model, small_world, monkeypatch, prompts
+    data, small_model, small_world, monkeypatch
 ):
     """Of 7 prompts x 8 rollouts, 16 hosts play 3 or 4 each: parts of one group or of two."""
     prefetched: set[int] = set()
@@ -206,11 +205,11 @@ def test_processes_prefetch_the_overviews_of_rollouts_that_they_play(
     for process in range(16):
         monkeypatch.setattr(hosts, "process_index", lambda process=process: process)
         prefetched.clear()
-        drawn = QuestionStream(data, Reader(), 3, 8, budgets.__getitem__).draw(0, prompts)
-        groups = begin(drawn, settings, 0, 0, prompts)
+        drawn = QuestionStream(data, Reader(), 3, 8, budgets.__getitem__).draw(0)
+        groups = begin(drawn, settings, 0, 0)
         Player(environment, 0.7).deal(groups, now=0)
         played = {
-            group.prompt
+            group.number
             for group in groups
             if any(flight.process == process for flight in group.flights)
         }

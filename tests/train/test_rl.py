@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,6 @@ from train.learn.rollouts import (
     token_ages,
 )
 from train.learn.update import make_logprobs
-from train.settings import ModelSettings
 
 # Tags that are one token.
 TAGS = {
@@ -180,30 +178,7 @@ def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start)
         learner, state, road.engine, road.environment, road.data.questions[:2], seed=0
     )
     assert second["token_mismatches"] == 0 and 0 < second["logprob_gap"] < 1e-5
-    assert np.isfinite(list(metrics.values())).all() and "routing_gap" not in metrics
-
-
-@pytest.mark.slow
-def test_other_experts_of_the_sampler_are_counted(road, small):
-    """The first step samples with another router than it updates, the second with the new one."""
-    run = dataclasses.replace(road.run, model=ModelSettings(family="qwen3_vl_moe"))
-    own = small.lay_road(run, road.data)
-    learner = road_learner(own, run.rl, run.rl_shape)
-    rng = np.random.default_rng(0)
-
-    def other(path: Any, x: jax.Array) -> jax.Array:
-        moved = "router" in jax.tree_util.keystr(path)
-        return x + jnp.asarray(0.3 * moved * rng.standard_normal(x.shape), x.dtype)
-
-    own.engine.load(jax.tree_util.tree_map_with_path(other, learner.start.weights), 0)
-    state, gaps = learner.start, []
-    for _ in range(2):
-        state, metrics = take_step(
-            learner, state, own.engine, own.environment, own.data.questions[:2], seed=0
-        )
-        gaps.append((metrics["routing_gap"], metrics["logprob_gap"]))
-    assert 0.05 < gaps[0][0] < 1 and gaps[0][1] > 1e-3
-    assert gaps[1][0] == 0 and gaps[1][1] < 1e-5
+    assert np.isfinite(list(metrics.values())).all()
 
 
 def test_a_wrong_digest_is_counted(road, small, learner, start):

@@ -28,7 +28,7 @@ from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
 from train.learn.rollouts import (
     Actor,
-    StepRollouts,
+    Rollouts,
     begin,
     draw_budgets,
     require_fresh,
@@ -95,7 +95,7 @@ class Run:
         self.pool = pool or RolloutPool()
         self.saved: list[tuple[str, Any]] = []
 
-    def step(self, step: int) -> StepRollouts:
+    def step(self, step: int) -> Rollouts:
         self.engine.sleep()
         scaled = jax.tree.map(lambda x: x * (1 + step / 8), self.road.weights)
         self.engine.load(scaled, step)
@@ -107,7 +107,7 @@ class Run:
 
 
 @pytest.fixture(scope="module", params=[1, TWO])
-def stale(road, request) -> tuple[Run, list[StepRollouts]]:
+def stale(road, request) -> tuple[Run, list[Rollouts]]:
     """Some steps at staleness 1 or 2."""
     run = Run(road, Stopping(road), settings_of(road, request.param))
     return run, [run.step(step) for step in range(STEPS)]
@@ -118,14 +118,14 @@ def test_trajectories_mix_versions_and_none_is_too_old(stale):
     staleness = run.settings.max_staleness
     mixed = 0
     for step, played in enumerate(steps):
-        assert len(played.batch.groups) == 2
-        require_fresh(played.batch, step, staleness)
-        for episode in played.batch.episodes:
+        assert len(played.groups) == 2
+        require_fresh(played, step, staleness)
+        for episode in played.episodes:
             found = episode.trajectory.versions
             found = found[found >= 0]
             assert (np.diff(found) >= 0).all()
             mixed += len(set(found.tolist())) > 1
-        ages = np.concatenate(token_ages(played.batch, step))
+        ages = np.concatenate(token_ages(played, step))
         assert played.metrics["staleness/max"] == ages.max()
         assert played.metrics["staleness/mean"] == pytest.approx(ages.mean())
         shares = [played.metrics[f"staleness/age{age}"] for age in range(staleness + 1)]
@@ -136,11 +136,19 @@ def test_trajectories_mix_versions_and_none_is_too_old(stale):
 
 def test_every_group_is_trained_once(stale):
     run, steps = stale
-    trained = [group.episodes[0].question.id for played in steps for group in played.batch.groups]
+    trained = [group.episodes[0].question.id for played in steps for group in played.groups]
     trained += [group.question.id for group in run.pool.state.groups]
     questions = stream_of(run.road, run.settings)
     drawn = [question.id for step in range(STEPS + 1) for question in questions.draw(step)]
     assert sorted(trained) == sorted(drawn)
+
+
+def test_all_episodes_of_the_first_step_have_seeds_of_their_own(road):
+    settings = settings_of(road, 1)
+    drawn = stream_of(road, settings).draw(0)
+    groups = begin(drawn, settings, 0, 0) + begin(drawn, settings, 0, 0, settings.prompts)
+    seeds = [flight.seed for group in groups for flight in group.flights]
+    assert len(set(seeds)) == 2 * settings.prompts * settings.grpo.group_size
 
 
 @pytest.mark.slow
@@ -152,7 +160,7 @@ def test_a_pool_goes_on_bit_for_bit_from_what_is_stored(road, stale):
         again = Run(road, Stopping(road), run.settings, RolloutPool(unpack(text)))
         again.questions.set_state(cursor)
         found = again.step(step)
-        assert plain(found.batch) == plain(steps[step].batch)
+        assert plain(found) == plain(steps[step])
         assert found.metrics == steps[step].metrics
         ((again_text, again_cursor),) = again.saved
         saved_text, saved_cursor = run.saved[step]
@@ -188,7 +196,7 @@ class Parts:
         )
 
 
-def play_on(road, small, processes: int, monkeypatch) -> list[StepRollouts]:
+def play_on(road, small, processes: int, monkeypatch) -> list[Rollouts]:
     """Four steps on some processes: each is a thread, and `gather` a barrier between them."""
     settings = settings_of(road, 1, prompts=3)
     pools = [RolloutPool() for _ in range(processes)]
@@ -207,7 +215,7 @@ def play_on(road, small, processes: int, monkeypatch) -> list[StepRollouts]:
     monkeypatch.setattr(hosts, "process_index", lambda: local.index)
     monkeypatch.setattr(hosts, "gather", gather)
 
-    def work(index: int) -> list[StepRollouts]:
+    def work(index: int) -> list[Rollouts]:
         local.index = index
         script = small.Script(road)
         Parts(script)
@@ -280,9 +288,9 @@ def test_results_do_not_depend_on_the_number_of_processes(road, small, monkeypat
     one, two, three = (play_on(road, small, count, monkeypatch) for count in (1, 2, 3))
     for step, others in enumerate(zip(one, two, three, strict=True)):
         batches = [
-            [plain(dataclasses.replace(group, players=())) for group in played.batch.groups]
+            [plain(dataclasses.replace(group, players=())) for group in played.groups]
             for played in others
         ]
         assert batches[0] == batches[1] == batches[2]
-        players = {process for group in others[2].batch.groups for process in group.players}
+        players = {process for group in others[2].groups for process in group.players}
         assert players <= {0, 1, 2} and (step or len(players) > 1)

@@ -84,7 +84,7 @@ def test_sharing_a_prompt_changes_neither_values_nor_gradients(road, groups):
 
     def shared(weights):
         text = nnx.merge(road.graph, weights)
-        values = score_rollouts(text, visual, packed, 0.7).logprobs[row, token]
+        values = score_rollouts(text, visual, packed, 0.7)[row, token]
         return (values * weight).sum(), values
 
     def plain(weights):
@@ -105,7 +105,7 @@ def test_neither_padding_nor_micro_batches_change_a_logprob(road, groups):
 
     @jax.jit
     def values(weights, part):
-        return score_rollouts(nnx.merge(road.graph, weights), visual, part, 1.0).logprobs
+        return score_rollouts(nnx.merge(road.graph, weights), visual, part, 1.0)
 
     def of_all(parts):
         return np.sum([values(road.weights, part) for part in parts], axis=0)

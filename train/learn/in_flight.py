@@ -42,8 +42,6 @@ class GroupInFlight:
     question: Question
     frames: int
     """Overview frames (K)."""
-    prompt: int
-    """Number of its prompt in the step in which it began."""
     step: int
     """The step in which it began. Its oldest tokens may have the weights of that step."""
     flights: tuple[EpisodeInFlight, ...]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from models.config import ModelConfig
 from models.features import FrameFeatures
@@ -79,35 +79,17 @@ def rl_loss(settings: RLSettings) -> Loss:
     def loss(
         text: TextDecoder, visual: Float[Array, "*m c d"], rows: Microbatch, batch: RLBatch
     ) -> tuple[Float[Array, ""], Metrics]:
-        logprobs, routes = score_rollouts(text, visual, rows, settings.temperature, settings.remat)
+        logprobs = score_rollouts(text, visual, rows, settings.temperature, settings.remat)
         here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (rows.index >= 0))
         gamma = settings.rewards.gamma
         value, metrics = grpo.paravt_loss(
             logprobs, batch.advantages, here, settings.grpo, batch.totals, gamma
         )
-        first = here.proximal is None
-        if settings.updates_per_batch > 1 and first:
+        if settings.updates_per_batch > 1 and here.proximal is None:
             metrics[_LOGPROBS] = jax.lax.stop_gradient(logprobs)
-        # Later updates have other weights than the sampler.
-        if routes is not None and first:
-            metrics["routing_gap"] = _routing_gap(routes, here, batch.totals)
         return value, metrics
 
     return loss
-
-
-def _routing_gap(
-    routes: UInt8[Array, "b t l"], here: GRPOBatch, totals: Totals
-) -> Float[Array, ""]:
-    """Return the share of layers, per trained token, in which sampler and trainer chose different
-    experts.
-
-    Summed over the tokens that the weights of the update drew, and divided by all trained tokens.
-    """
-    assert here.routes is not None, "a model with experts and a sampler without marks of its routes"
-    compared = here.trained if here.current is None else here.trained & here.current
-    differing = (routes != here.routes).astype(jnp.float32).mean(-1)
-    return grpo.masked_mean(differing, compared, totals.tokens)
 
 
 class Learner:
@@ -225,11 +207,10 @@ class Learner:
     def _named(self, figures: dict[str, float], current: float) -> dict[str, float]:
         """Return the metrics under the names that the report reads."""
         figures["groups/silent"] = figures.pop("silent_groups")
-        for sums, name in (("behaviour_gap", "logprob_gap"), ("routing_gap", "routing_gap")):
-            gap = figures.pop(sums, None)
-            if gap is not None and current:
-                # The loss divides by the number of all tokens.
-                figures[name] = gap / current
+        gap = figures.pop("behaviour_gap")
+        if current:
+            # The loss divides by the number of all tokens.
+            figures["logprob_gap"] = gap / current
         return figures
 
     def warm_up(self, weights: Any, features: FrameFeatures) -> None:

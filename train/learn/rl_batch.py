@@ -21,7 +21,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Shaped
 
-from models.config import ModelConfig, TextConfig
+from models.config import ModelConfig
 from models.features import FrameFeatures
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOBatch, Totals
@@ -141,8 +141,7 @@ def lay_out(
     )
     metrics = {"token_mismatches": float(mismatches(microbatches, groups))}
     metrics |= _packing_metrics(microbatches)
-    text = features.config.text
-    batch = _grpo_batch(rollouts, vocabulary.token_bytes, shape, text, version)
+    batch = _grpo_batch(rollouts, vocabulary.token_bytes, shape, version)
     current = 1.0
     if batch.current is not None:
         current = float(np.asarray(batch.current).sum() / max(1, np.asarray(batch.mask).sum()))
@@ -177,7 +176,7 @@ def empty_step(
         build(PackedMicrobatch(size, ()), [], config, shape.rows, shape.suffix) for size in sizes
     )
     version = 0 if stale else None
-    batch = _grpo_batch(Rollouts(()), lambda _: b"", shape, config.text, version)
+    batch = _grpo_batch(Rollouts(()), lambda _: b"", shape, version)
     return microbatches, batch
 
 
@@ -270,7 +269,6 @@ def _grpo_batch(
     rollouts: Rollouts,
     token_bytes: TokenBytes,
     shape: StepShape,
-    text: TextConfig,
     version: int | None,
 ) -> GRPOBatch:
     """Return what PARA-GRPO reads about the rollouts, but for the log-probs of the reference
@@ -283,8 +281,6 @@ def _grpo_batch(
     }
     if version is not None:
         by_token["current"] = np.zeros(size, bool)
-    if text.experts is not None:
-        by_token["routes"] = np.zeros((*size, text.num_hidden_layers), np.uint8)
     structures = [(np.zeros(0, np.int32), np.zeros(0, np.int8))] * shape.rows
     for p, group in enumerate(rollouts.groups):
         for g, episode in enumerate(group.episodes):
@@ -296,9 +292,6 @@ def _grpo_batch(
             by_token["behaviour"][row, :length] = trajectory.logprobs[first:]
             if version is not None:
                 by_token["current"][row, :length] = trajectory.versions[first:] == version
-            if text.experts is not None:
-                routes = trajectory.routes(text.num_hidden_layers)
-                by_token["routes"][row, :length] = routes[first:]
             ids, authors = trajectory.ids, trajectory.authors
             positions, kinds = find_structure(token_bytes, ids, authors)
             structures[row] = positions - first, kinds

@@ -33,8 +33,6 @@ class RLSettings:
     """Sampling temperature of rollouts."""
     kinds: tuple[Literal["mcq", "tvg", "oe"], ...] = ()
     """Kinds of questions to train on: mcq (choice), tvg (grounding), oe (open); empty: all."""
-    dynamic_sampling: int = 0
-    """Rounds per step in which further prompts replace those without signal (DAPO)."""
     max_staleness: int = 0
     """Updates that a rollout may outlive: 0, 1 (trained in the step after) or 2 (at the latest)."""
     microbatch_tokens: int = 16_384
@@ -46,7 +44,7 @@ class RLSettings:
 
     def __post_init__(self):
         require_at_least("rl", self, 1, "steps", "prompts", "updates_per_batch", "save_every")
-        require_at_least("rl", self, 0, "microbatch_tokens", "dynamic_sampling")
+        require_at_least("rl", self, 0, "microbatch_tokens")
         # At temperature 0 there are no different rollouts to learn from.
         require_above("rl", self, 0, "temperature")
         require_choices("rl", self)
@@ -54,12 +52,6 @@ class RLSettings:
             raise ValueError(
                 f"rl.max_staleness: {self.max_staleness}; give 0 (every step waits for all of its "
                 "rollouts), 1 or 2 updates"
-            )
-        if self.max_staleness and self.dynamic_sampling:
-            raise ValueError(
-                f"rl.max_staleness: {self.max_staleness} with rl.dynamic_sampling "
-                f"{self.dynamic_sampling}; rounds of further prompts would wait for their slowest "
-                "rollout: set one of the two to 0"
             )
         if not self.frame_budgets or min(self.frame_budgets) < 1:
             raise ValueError(

@@ -33,7 +33,6 @@ from train.learn.rollouts import (
     Actor,
     Questions,
     Rollouts,
-    StepRollouts,
     begin,
     response_tokens,
     score,
@@ -77,13 +76,13 @@ class RolloutPool:
 
     def play_step(
         self, actor: Actor, questions: Questions, settings: RLSettings, seed: int, step: int
-    ) -> StepRollouts:
+    ) -> Rollouts:
         """Play until the update of `step` can be made, and take its groups.
 
         Args:
             actor: Samples under the weights after `step` updates. It is idle between steps.
-            questions: Draws questions for the groups that begin, further ones in the first step,
-                which fills the pool.
+            questions: Draws questions for the groups that begin. The first step fills the pool, and
+                so draws twice.
             settings: Settings of RL.
             seed: Seed of the run.
             step: Number of the step.
@@ -93,14 +92,12 @@ class RolloutPool:
         if self._player is None:
             self._player = Player(environment, settings.temperature, charge)
         clock, number, groups = self.state.clock, self.state.number, [*self.state.groups]
-        prompts = range(settings.prompts)
         first = 0
         while len(groups) < capacity(settings.prompts, settings.max_staleness):
-            drawn = questions.draw(step, prompts if first else None)
-            for group in begin(drawn, settings, seed, step, prompts, first):
+            for group in begin(questions.draw(step), settings, seed, step, first):
                 groups.append(dataclasses.replace(group, number=number, began=clock))
                 number += 1
-            first += len(prompts)
+            first += settings.prompts
         self._player.deal(groups, clock)
         while True:
             progress = [GroupProgress(group.step, group.end) for group in groups]
@@ -115,10 +112,10 @@ class RolloutPool:
         rollouts = score(actor, [groups[n] for n in taken], settings)
         left = tuple(group for n, group in enumerate(groups) if n not in taken)
         self.state = PoolState(clock, number, left)
-        metrics = dict(rollouts.judged) | _staleness(rollouts, step, settings.max_staleness)
+        metrics = dict(rollouts.metrics) | _staleness(rollouts, step, settings.max_staleness)
         # Groups that outlive the update.
         metrics |= _sampled(ended) | {"in_flight/groups": float(len(left))}
-        return StepRollouts(rollouts, rollouts, metrics)
+        return dataclasses.replace(rollouts, metrics=metrics)
 
 
 def _staleness(rollouts: Rollouts, step: int, max_staleness: int) -> dict[str, float]:

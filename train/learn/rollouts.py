@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from paravt_jax.method import grpo
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason
 from paravt_jax.method.rewards import (
@@ -37,8 +35,6 @@ class ScoredGroup:
 
     episodes: tuple[Episode, ...]
     rewards: tuple[Rewards, ...]
-    prompt: int = 0
-    """Number of its prompt in its step."""
     players: tuple[int, ...] = ()
     """The process that played each episode; empty: there is only one."""
 
@@ -52,8 +48,8 @@ class Rollouts:
 
     groups: tuple[ScoredGroup, ...]
     unreadable: int = 0
-    judged: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Counts of the judge, of all processes."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Counts of the judge, and of what is in flight, of all processes."""
 
     @property
     def episodes(self) -> list[Episode]:
@@ -84,11 +80,8 @@ def draw_budgets(settings: RLSettings, seed: int, step: int, prompts: int) -> li
 class Questions(Protocol):
     """The questions of training, in an order that the seed fixes."""
 
-    def draw(self, step: int, prompts: Sequence[int] | None = None) -> Sequence[Question]:
-        """Draw a question for each prompt of a step, or for some of them, by number.
-
-        Every process gets the same questions.
-        """
+    def draw(self, step: int) -> Sequence[Question]:
+        """Draw a question for each prompt of a step: the same on every process."""
         ...
 
     def get_state(self) -> dict[str, Any]:
@@ -116,7 +109,6 @@ def begin(
     settings: RLSettings,
     seed: int,
     step: int,
-    prompts: Sequence[int] | None = None,
     first: int = 0,
 ) -> list[GroupInFlight]:
     """Return a group of episodes for each question, which are not dealt to processes yet.
@@ -126,19 +118,16 @@ def begin(
         settings: Group size and budgets.
         seed: Seed of the run.
         step: The step in which they begin.
-        prompts: Number of each question's prompt in the step, which decides its budget. None: all
-            prompts, in order.
         first: Number of the first question in the step. Seeds of episodes follow from the number.
     """
-    prompts = range(len(questions)) if prompts is None else prompts
-    budgets = draw_budgets(settings, seed, step, 1 + max(prompts))
+    budgets = draw_budgets(settings, seed, step, len(questions))
     groups = []
-    for n, (prompt, question) in enumerate(zip(prompts, questions, strict=True)):
+    for n, (question, frames) in enumerate(zip(questions, budgets, strict=True)):
         flights = tuple(
             EpisodeInFlight(seed_of(seed, step, first + n, g))
             for g in range(settings.grpo.group_size)
         )
-        groups.append(GroupInFlight(n, question, budgets[prompt], prompt, step, flights))
+        groups.append(GroupInFlight(n, question, frames, step, flights))
     return groups
 
 
@@ -183,9 +172,7 @@ def score(actor: Actor, groups: Sequence[GroupInFlight], settings: RLSettings) -
     scored_groups = []
     for group in readable:
         players = tuple(flight.process or 0 for flight in group.flights)
-        scored_groups.append(
-            ScoredGroup(group.episodes, rewards[group.number], group.prompt, players)
-        )
+        scored_groups.append(ScoredGroup(group.episodes, rewards[group.number], players))
     return Rollouts(tuple(scored_groups), len(groups) - len(readable), dict(judged))
 
 
@@ -196,75 +183,6 @@ def _rewards(actor: Actor, episodes: Sequence[Episode], settings: RLSettings) ->
         combine(episode.turns, r_acc, settings.rewards, settings.grpo.sequence_anchor)
         for episode, r_acc in zip(episodes, actor.judge.scores(items), strict=True)
     ]
-
-
-@dataclasses.dataclass(frozen=True)
-class StepRollouts:
-    """The rollouts of a step, on every process."""
-
-    batch: Rollouts
-    """The rollouts to learn from."""
-    drawn: Rollouts
-    """The rollouts on the questions that were drawn first, a fair sample; the batch may differ."""
-    metrics: dict[str, float]
-    """Counts of further questions, and of the judge."""
-
-
-def play_step(
-    actor: Actor, questions: Questions, settings: RLSettings, seed: int, step: int
-) -> StepRollouts:
-    """Play a step's episodes, with dynamic sampling (DAPO, arXiv:2503.14476, section 3.2).
-
-    In at most `settings.dynamic_sampling` rounds, further questions replace those
-    without signal: all rewards of the group are equal, or the video cannot be read. All processes
-    decide alike, because they see all rewards.
-
-    Args:
-        actor: Samples under the weights after `step` updates.
-        questions: Draws the questions of the step, and further ones.
-        settings: Settings of RL.
-        seed: Seed of the run.
-        step: Number of the step.
-    """
-    drawn = roll_out(actor, begin(questions.draw(step), settings, seed, step), settings)
-    batch, counts = drawn, collections.Counter(drawn.judged)
-    if not settings.dynamic_sampling:
-        return StepRollouts(batch, drawn, dict(counts))
-    open_prompts = _without_signal(drawn, settings)
-    silent, further = len(open_prompts), 0
-    for _ in range(settings.dynamic_sampling):
-        if not open_prompts:
-            break
-        more = questions.draw(step, open_prompts)
-        groups = begin(more, settings, seed, step, open_prompts, settings.prompts + further)
-        fresh = roll_out(actor, groups, settings)
-        counts.update(fresh.judged)
-        further += len(open_prompts)
-        batch = _replaced(batch, fresh)
-        open_prompts = _without_signal(batch, settings)
-    metrics = dict(counts) | {
-        "groups/replaced": float(silent - len(open_prompts)),
-        "groups/further": float(further),
-    }
-    return StepRollouts(batch, drawn, metrics)
-
-
-def _without_signal(rollouts: Rollouts, settings: RLSettings) -> list[int]:
-    """Return the prompts whose group is silent or missing."""
-    rewards = np.zeros((settings.prompts, settings.grpo.group_size), np.float32)
-    valid = np.zeros(rewards.shape, bool)
-    for group in rollouts.groups:
-        rewards[group.prompt] = [reward.total for reward in group.rewards]
-        valid[group.prompt] = True
-    signal = grpo.has_signal(jnp.asarray(rewards), jnp.asarray(valid), settings.grpo)
-    return np.flatnonzero(~np.asarray(signal)).tolist()
-
-
-def _replaced(old: Rollouts, new: Rollouts) -> Rollouts:
-    """Return the groups of both in the order of prompts; of two on one prompt, the new one."""
-    groups = {group.prompt: group for group in (*old.groups, *new.groups)}
-    in_order = tuple(groups[prompt] for prompt in sorted(groups))
-    return Rollouts(in_order, old.unreadable + new.unreadable)
 
 
 def require_fresh(rollouts: Rollouts, version: int, max_staleness: int) -> None:

@@ -127,7 +127,7 @@ def sft_loss(settings: SFTSettings) -> Loss:
         rows: Microbatch,
         mask: Bool[Array, "r t"],
     ) -> tuple[Float[Array, ""], dict[str, Array]]:
-        logprobs = score_rollouts(text, visual, rows, 1.0, settings.remat).logprobs
+        logprobs = score_rollouts(text, visual, rows, 1.0, settings.remat)
         return -masked_mean(logprobs, mask & (rows.index >= 0), mask.sum()), {}
 
     return loss

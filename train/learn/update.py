@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from models.lora import drops
 from models.remat import Remat
@@ -111,24 +111,13 @@ def state_shardings(state: TrainState) -> TrainState:
     return jax.tree_util.tree_map_with_path(find, state)
 
 
-class Scores(NamedTuple):
-    """What the trainer computes for the r rollouts of a step, of u tokens each."""
-
-    logprobs: Float[Array, "r u"]
-    """Log-prob of each token, given all tokens before it; 0 for a rollout's first token, which is
-    the last one of its prompt, and for tokens that are not in this micro-batch."""
-    routes: UInt8[Array, "r u l"] | None
-    """Marks of the experts that computed each log-prob, by layer (`models.experts`), and anything
-    where there is no log-prob; None without experts."""
-
-
 def score_rollouts(
     text: TextDecoder,
     visual: Float[Array, "*m c d"],
     batch: Microbatch,
     temperature: float,
     remat: Remat = "none",
-) -> Scores:
+) -> Float[Array, "r u"]:
     """Score each token of the rollouts in a micro-batch.
 
     Args:
@@ -137,11 +126,16 @@ def score_rollouts(
         batch: Packed rows, and the indices of the rollouts' tokens in them.
         temperature: The temperature at which the rollouts were sampled.
         remat: Activation checkpointing policy.
+
+    Returns:
+        Log-prob of each of the u tokens of each of the step's r rollouts, given all tokens before
+        it; 0 for a rollout's first token, which is the last one of its prompt, and for tokens that
+        are not in this micro-batch.
     """
     # Vectors come split by slot, but any token may need any slot. Split by their width instead:
     # every device then looks up its part of all vectors.
     bank = constrain(visual.reshape(1, -1, *visual.shape[-2:]), None, None, None, ROWS)
-    hidden, _, marks = text.forward(
+    hidden, _ = text(
         batch.ids,
         batch.positions,
         batch.layout,
@@ -155,12 +149,7 @@ def score_rollouts(
     predicted = text.token_logprobs(hidden, following, temperature, chunk).reshape(-1)
     before = jnp.maximum(batch.index - 1, 0)
     first = jnp.arange(batch.index.shape[1])[None] == 0
-    logprobs = jnp.where((batch.index < 0) | first, 0.0, predicted[before])
-    routes = None
-    if marks is not None:
-        # [l, b, t] -> [r, u, l]
-        routes = jnp.moveaxis(marks.reshape(len(marks), -1)[:, before], 0, -1)
-    return Scores(logprobs, routes)
+    return jnp.where((batch.index < 0) | first, 0.0, predicted[before])
 
 
 def make_logprobs(skeleton: Skeleton, temperature: float, mesh: Mesh) -> MeshProgram:
@@ -179,7 +168,7 @@ def make_logprobs(skeleton: Skeleton, temperature: float, mesh: Mesh) -> MeshPro
         frozen, weights, visual = arrays
         (rows,) = batch
         text = skeleton.decoder(weights, frozen)
-        return None, {"all": score_rollouts(text, visual, rows, temperature).logprobs}
+        return None, {"all": score_rollouts(text, visual, rows, temperature)}
 
     def logprobs(frozen: Any, weights: Any, visual: jax.Array, batch: Microbatch) -> jax.Array:
         # Added over replicas: a token is in one of them, and 0 in all others.

@@ -10,7 +10,7 @@ from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num, UInt8
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from paravt_jax.method.structure import Structure
 
@@ -52,8 +52,6 @@ class GRPOBatch:
     current: Bool[Array, "b t"] | None = None
     """Tokens that the weights of the update drew; None: all of them. For the gaps between sampler
     and trainer only."""
-    routes: UInt8[Array, "b t l"] | None = None
-    """Marks of the experts that the sampler used, by layer (`models.experts`); None: no experts."""
 
     @property
     def trained(self) -> Bool[Array, "b t"]:
@@ -79,8 +77,6 @@ class GRPOBatch:
         for name in ("proximal", "current"):
             if getattr(self, name) is not None:
                 expected[name] = (b, t)
-        if self.routes is not None:
-            expected["routes"] = (b, t, self.routes.shape[-1])
         shapes = {name: getattr(self, name).shape for name in expected}
         for name, array in self.structure._asdict().items():
             expected[f"structure.{name}"] = (b, s)
