@@ -43,7 +43,7 @@ from paravt_jax.method.records import CropCall, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
-from rollout.engine.engine import Engine, EngineCounts
+from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from train.durable.metrics import MEASURED, read_metrics
 from train.settings import EvaluationSettings, Run
@@ -150,7 +150,6 @@ class ScriptedEngine(Engine):
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self.version = 0
-        self.counts = EngineCounts()
         self._weights: Any = None
         self._tickets = itertools.count()
         self._waiting: dict[int, Request] = {}

@@ -155,7 +155,7 @@ def execute(
             budgets = functools.partial(draw_budgets, run.rl, run.seed, prompts=run.rl.prompts)
             # Another seed than for conversations, so that the two orders are independent.
             stream = QuestionStream(data, ahead, run.seed + 2, run.rl.grpo.group_size, budgets)
-            home.usage.watch(actor.sampler, environment.features)
+            home.usage.watch(environment.features)
             with open_saver("rl", run.rl, home, parts.origin, parts) as saver:
                 weights = train_rl(learner, actor, stream, saver, evaluator, run.seed)
             del learner

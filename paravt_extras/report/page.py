@@ -81,7 +81,7 @@ PHASES = {
 }
 SECONDS = (
     ("time/", "seconds by phase", "of each step"),
-    ("idle/", "idle seconds", "of each step, mean over hosts; tail: slots without a rollout"),
+    ("idle/", "idle seconds", "of each step, mean over hosts"),
 )
 """Prefix of metrics that share a chart, its title and note."""
 

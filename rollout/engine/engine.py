@@ -53,47 +53,6 @@ from rollout.engine.settings import EngineSizes
 _Admission = Literal["admitted", "ended", "waits for its prefix", "waits for room"]
 
 
-@dataclasses.dataclass
-class EngineCounts:
-    """Counts of the engine's work so far."""
-
-    prefilled_tokens: int = 0
-    """Prompt tokens that were computed."""
-    reused_tokens: int = 0
-    """Prompt tokens that were found in the cache."""
-    sampled_tokens: int = 0
-    """Tokens drawn."""
-    steps: int = 0
-    """Decoding steps, each of which gives every active row one token."""
-    row_steps: int = 0
-    """Rows of the programs, including idle ones, summed over these steps."""
-    seconds: float = 0.0
-    """Time in device programs and the transfers to and from them."""
-    tail_seconds: float = 0.0
-    """Time of decoding with empty rows, by their share; added up when the engine falls asleep."""
-    stops: collections.Counter[SampleStop] = dataclasses.field(default_factory=collections.Counter)
-    """Finished samples by the reason they ended."""
-
-
-@dataclasses.dataclass
-class _Occupancy:
-    """How many rows were busy while the engine decoded."""
-
-    most: int = 0
-    seconds: float = 0.0
-    row_seconds: float = 0.0
-
-    def add(self, rows: int, seconds: float) -> None:
-        self.most = max(self.most, rows)
-        self.seconds += seconds
-        self.row_seconds += rows * seconds
-
-    @property
-    def empty_seconds(self) -> float:
-        """Seconds, weighted by the share of empty rows; 0 while as many are busy as ever."""
-        return self.seconds - self.row_seconds / max(1, self.most)
-
-
 class Engine:
     """Samples for every agent of every episode. Implements `rollout.engine.requests.Sampler`.
 
@@ -108,7 +67,8 @@ class Engine:
 
     Attributes:
         version: number of the weights.
-        counts: counts of the work so far.
+        prefilled_tokens: prompt tokens that were computed so far.
+        reused_tokens: prompt tokens that were found in the cache.
         waiting: sequences without a slot, in the order in which they are admitted.
         running: sequences that are being decoded.
         unanswered: the samples of every open request, by ticket; None where one is unfinished.
@@ -126,13 +86,13 @@ class Engine:
         self.features = features
         self.config = model.config
         self.clock = clock
-        self.counts = EngineCounts()
+        self.prefilled_tokens = 0
+        self.reused_tokens = 0
         self.runner = ModelRunner(model, settings)
         self.tree = PageTree(settings.pages, settings.page)
         self.waiting: collections.deque[EngineSequence] = collections.deque()
         self.running: list[EngineSequence] = []
         self.unanswered: dict[int, list[Sample | None]] = {}
-        self._occupancy = _Occupancy()
         self.weights: tuple[Any, Any] | None = None
         self.version = 0
         self._tickets = itertools.count()
@@ -150,17 +110,15 @@ class Engine:
         """
         self._check(request)
         ticket = next(self._tickets)
-        count = len(request.seeds)
         deadline = self.clock() + request.sampling.deadline
         try:
             prompt = make_prompt(request, self.features, self.config, deadline)
         except VideoError as error:
             # The agent has chosen frames, so the video was readable then and has changed since.
-            self.unanswered[ticket] = [self._unreadable(request, error.reason)] * count
-            self.counts.stops[SampleStop.UNREADABLE] += count
+            self.unanswered[ticket] = [self._unreadable(request, error.reason)] * len(request.seeds)
             return ticket
-        self.unanswered[ticket] = [None] * count
-        self.waiting += [EngineSequence(ticket, sample, prompt) for sample in range(count)]
+        self.unanswered[ticket] = [None] * len(request.seeds)
+        self.waiting += [EngineSequence(ticket, n, prompt) for n in range(len(request.seeds))]
         return ticket
 
     def step(self) -> list[Completion]:
@@ -168,9 +126,6 @@ class Engine:
         self._expire()
         self._admit()
         self._decode()
-        self.counts.steps = self.runner.steps
-        self.counts.row_steps = self.runner.row_steps
-        self.counts.seconds = self.runner.seconds
         completions: list[Completion] = []
         for ticket, samples in list(self.unanswered.items()):
             finished = tuple(sample for sample in samples if sample is not None)
@@ -242,8 +197,6 @@ class Engine:
         self._require_idle("sleep")
         self.forget()
         self.weights = None
-        self.counts.tail_seconds += self._occupancy.empty_seconds
-        self._occupancy = _Occupancy()
         self.runner.sleep()
 
     def fingerprint(self) -> int:
@@ -350,7 +303,6 @@ class Engine:
         self.unanswered[sequence.ticket][sequence.sample] = Sample(
             ids, logprobs, stop, versions, digest(sequence.ids), reason
         )
-        self.counts.stops[stop] += 1
         if sequence in self.running:
             self._leave(sequence)
 
@@ -458,11 +410,11 @@ class Engine:
         if copies:
             self.runner.copy(copies)
         for sequence in batch:
-            self.counts.reused_tokens += sequence.computed
+            self.reused_tokens += sequence.computed
             if sequence.copy_source is not None:
                 self.tree.release([sequence.copy_source])
                 sequence.copy_source = None
-        self.counts.prefilled_tokens += self.runner.prefill(batch, self._loaded("step"))
+        self.prefilled_tokens += self.runner.prefill(batch, self._loaded("step"))
         # Publish now, not at the end: the samples of a prompt share it while they all run.
         for sequence in batch:
             self._publish(sequence)
@@ -545,9 +497,7 @@ class Engine:
         sequences = self.running[:]  # a list of its own, because `_finish` changes `running`
         if not sequences:
             return
-        before = self.runner.seconds
         results = self.runner.decode(sequences, self._loaded("step"))
-        self._occupancy.add(len(sequences), self.runner.seconds - before)
         for sequence, decoded in zip(sequences, results, strict=True):
             self._extend(sequence, decoded)
 
@@ -555,7 +505,6 @@ class Engine:
         """Append new tokens, and finish a sample that ended."""
         sequence.drawn += decoded.ids
         sequence.logprobs += decoded.logprobs
-        self.counts.sampled_tokens += len(decoded.ids)
         # All but the last token: the last one drawn has not been fed to the model yet.
         sequence.computed = sequence.prompt.prefill_length + len(sequence.drawn)
         if sequence.drawn[-1] in sequence.sampling.stop_ids:

@@ -97,12 +97,11 @@ class DecodeRows(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """New tokens: the first `counts` of each row, sampled in `steps` steps."""
+    """New tokens: the first `counts` of each row, of at most n."""
 
     ids: Int[Any, "b n"]
     logprobs: Float[Any, "b n"]
     counts: Int[Any, " b"]
-    steps: Int[Any, ""]
 
 
 class Prefixes(NamedTuple):
@@ -363,8 +362,8 @@ class Programs:
         ids = empty.astype(jnp.int32)
         state = (jnp.int32(0), active, counts, rows.tokens, cache, ids, empty)
         state = jax.lax.while_loop(unfinished, body, state)
-        step, _, counts, _, cache, ids, logprobs = state
-        drawn = Drawn(ids, logprobs, counts, step)
+        _, _, counts, _, cache, ids, logprobs = state
+        drawn = Drawn(ids, logprobs, counts)
         if isinstance(cache, PagedCache):
             return cache.pages, drawn
         # Columns from `width` on hold the new tokens. Write them after the row's own tokens.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -59,9 +58,6 @@ class ModelRunner:
     """Prefills and decodes sequences.
 
     Attributes:
-        seconds: time in device programs so far, transfers included.
-        steps: decoding steps so far.
-        row_steps: rows of the programs, summed over these steps.
         pool: all pages; None while the engine sleeps.
         prefixes: the copies of shared prefixes, by their padded length.
     """
@@ -69,9 +65,6 @@ class ModelRunner:
     def __init__(self, model: VisionLanguageModel, settings: EngineSizes):
         self.settings = settings
         self.config = model.config
-        self.seconds = 0.0
-        self.steps = 0
-        self.row_steps = 0
         self.pool: Pool | None = None
         self.prefixes: dict[int, Prefixes] = {}
         self._paged = platform() == "tpu" if settings.paged is None else settings.paged
@@ -241,13 +234,9 @@ class ModelRunner:
         with_bank = not self.settings.only_text(length)
         if with_bank:
             pieces, vectors = _index_visual(pieces, sequences)
-        began = time.perf_counter()
         with jax.profiler.TraceAnnotation("prefill"):
             bank = self._bank(vectors) if with_bank else None
             self.pool = self._programs.prefill(weights, self.pool, bank, pieces)
-            # Wait for the result, so that `seconds` measures more than the dispatch.
-            jax.block_until_ready(self.pool)
-        self.seconds += time.perf_counter() - began
         return np.asarray(pieces.lengths).tolist()
 
     def _pieces(self, sequences: Sequence[EngineSequence], length: int, before: int) -> Pieces:
@@ -328,15 +317,10 @@ class ModelRunner:
                 prefix = layout.prefixes[row // settings.rows_per_prefix]
             self._fill_row(rows, row, sequences[n], prefix)
         prefixes = self.prefixes[layout.prefix_length] if layout.prefix_length else None
-        began = time.perf_counter()
         static = {"steps": settings.steps, "width": layout.row_length}
         with jax.profiler.TraceAnnotation("decode"):
             self.pool, drawn = self._programs.decode(weights, self.pool, prefixes, rows, **static)
-            drawn = jax.tree.map(np.asarray, drawn)
-        self.seconds += time.perf_counter() - began
-        self.steps += int(drawn.steps)
-        self.row_steps += int(drawn.steps) * len(layout.rows)
-        return drawn
+            return jax.tree.map(np.asarray, drawn)
 
     def _idle_rows(self, layout: Layout) -> DecodeRows:
         """Return the arrays of a program whose rows are all idle."""

@@ -18,7 +18,7 @@ from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import rules_of
 from paravt_jax.remote.judge import RemoteJudge
-from rollout.engine.engine import Engine, EngineCounts
+from rollout.engine.engine import Engine
 from tests.paravt_jax.judge_server import Reply, says, serving
 from train.actor import EngineActor
 from train.learn.weight_sync import WeightSync
@@ -43,7 +43,6 @@ def evaluated(road, small, monkeypatch):
         """Stands for an engine whose weights never change."""
 
         version = 0
-        counts = EngineCounts()
         plans = ("guess\n</think><answer>B</answer>",)
 
         def __init__(self):

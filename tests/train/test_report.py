@@ -79,7 +79,7 @@ def fake_metrics(rng):
             "time/reference": 0.5,
             "time/update": 1.9 + rng.random() / 4,
             "time/data": 0.1,
-            "idle/tail": 0.4,
+            "idle/hosts": 0.4,
             "idle/files": 0.1 * rng.random(),
             "logprob_gap": 2e-6 + rng.random() * 1e-6,
             "token_mismatches": 0,

@@ -6,51 +6,36 @@ import pytest
 
 from models.features import FrameFeatures
 from paravt_jax.processes import hosts
-from rollout.engine.engine import Engine, EngineCounts, _Occupancy
 from train.durable.usage import Usage
 
 
-def test_empty_rows_count_by_their_share_of_the_most_that_were_busy():
-    occupancy = _Occupancy()
-    assert occupancy.empty_seconds == 0
-    occupancy.add(8, 2.0)
-    occupancy.add(8, 1.0)
-    assert occupancy.empty_seconds == 0
-    occupancy.add(2, 4.0)
-    assert occupancy.empty_seconds == pytest.approx(3.0)
-
-
 @pytest.fixture
-def counters() -> tuple[Engine, FrameFeatures]:
+def features() -> FrameFeatures:
     """What the waiting of a host is read from, without a model."""
-    engine = Engine.__new__(Engine)
-    engine.counts = EngineCounts(tail_seconds=5.0)
     features = FrameFeatures.__new__(FrameFeatures)
     features.waited = 7.0
-    return engine, features
+    return features
 
 
 def idle(usage: Usage) -> dict[str, float]:
     return {name: x for name, x in usage.metrics({}).items() if name.startswith("idle/")}
 
 
-def test_waiting_counts_from_the_beginning_of_the_step(counters):
-    engine, features = counters
+def test_waiting_counts_from_the_beginning_of_the_step(features):
     usage = Usage()
     assert not idle(usage)
-    usage.watch(*counters)
-    engine.counts.tail_seconds += 1.0
+    usage.watch(features)
     features.waited += 0.5
     usage.compilations.seconds += 0.25
-    wanted = {"idle/files": 0.5, "idle/hosts": 0.0, "idle/tail": 1.0, "idle/compile": 0.25}
+    wanted = {"idle/files": 0.5, "idle/hosts": 0.0, "idle/compile": 0.25}
     assert idle(usage) == wanted
     usage.reset()
     assert set(idle(usage).values()) == {0.0}
 
 
-def test_what_compiles_after_the_first_steps_is_counted(counters):
+def test_what_compiles_after_the_first_steps_is_counted(features):
     usage = Usage()
-    usage.watch(*counters)
+    usage.watch(features)
     counts = []
     for _ in range(Usage.WARM_UP + 2):
         usage.reset()
@@ -61,9 +46,9 @@ def test_what_compiles_after_the_first_steps_is_counted(counters):
     assert usage.metrics({})["recompilations"] == 0
 
 
-def test_several_hosts_report_their_mean(counters, monkeypatch):
+def test_several_hosts_report_their_mean(features, monkeypatch):
     usage = Usage()
-    usage.watch(*counters)
-    counters[1].waited += 1.0
+    usage.watch(features)
+    features.waited += 1.0
     monkeypatch.setattr(hosts, "gather", lambda own: [own, ([], own[1] | {"files": 3.0})])
     assert idle(usage)["idle/files"] == 2.0

@@ -12,7 +12,6 @@ from models.config import ModelConfig
 from models.device_memory import used_memory
 from models.features import FrameFeatures
 from paravt_jax.processes import hosts
-from rollout.engine.engine import Engine
 from train.learn.packing import GroupLengths
 from train.learn.speed import speeds
 
@@ -52,18 +51,16 @@ class Usage:
         """Measure from now on the speed of updates of a model on a number of devices."""
         self._trained = (config, devices)
 
-    def watch(self, engine: Engine, features: FrameFeatures) -> None:
+    def watch(self, features: FrameFeatures) -> None:
         """Measure from now on where steps wait, and what compiles after the first ones.
 
         - `files`: nothing to sample while files were read;
         - `hosts`: for other hosts, for example for their last rollouts;
-        - `tail`: decoding while slots were empty, by their share of the most that were busy;
         - `compile`: compilation.
         """
         self._waited = {
             "files": lambda: features.waited,
             "hosts": hosts.seconds_waited,
-            "tail": lambda: engine.counts.tail_seconds,
             "compile": lambda: self.compilations.seconds,
         }
         self._warm_up = self.WARM_UP

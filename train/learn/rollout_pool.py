@@ -112,7 +112,7 @@ class RolloutPool:
         rollouts = score(actor, [groups[n] for n in taken], settings)
         left = tuple(group for n, group in enumerate(groups) if n not in taken)
         self.state = PoolState(clock, number, left)
-        metrics = dict(rollouts.metrics) | _staleness(rollouts, step, settings.max_staleness)
+        metrics = rollouts.metrics | _staleness(rollouts, step, settings.max_staleness)
         # Groups that outlive the update.
         metrics |= _sampled(ended) | {"in_flight/groups": float(len(left))}
         return dataclasses.replace(rollouts, metrics=metrics)

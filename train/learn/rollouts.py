@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -48,7 +48,7 @@ class Rollouts:
 
     groups: tuple[ScoredGroup, ...]
     unreadable: int = 0
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     """Counts of the judge, and of what is in flight, of all processes."""
 
     @property

@@ -151,7 +151,7 @@ def main() -> None:
     graph, state = noise()
     one = make(graph, state)
     expected = play(one)
-    assert len({tuple(sample.ids) for sample in expected}) > 10 and one.counts.reused_tokens > 100
+    assert len({tuple(sample.ids) for sample in expected}) > 10 and one.reused_tokens > 100
     for shape in MESHES:
         mesh = make_mesh(*shape)
         paged = shape == MESHES[-1]
@@ -161,7 +161,7 @@ def main() -> None:
             np.testing.assert_allclose(
                 sample.logprobs, other.logprobs, atol=1e-5, err_msg=str(shape)
             )
-        assert engine.counts.prefilled_tokens == one.counts.prefilled_tokens
+        assert engine.prefilled_tokens == one.prefilled_tokens
         assert bool(engine.runner.prefixes) is not paged
         assert engine.runner.pool is not None
         assert_split(engine.runner.pool, 3, mesh, shape[2])

@@ -212,7 +212,7 @@ def turns(sides):
         for (ids, frames), new in zip(first, said, strict=True)
     ]
     later = run(second, LATER)
-    assert engine.counts.reused_tokens > sum(len(ids) for ids, _ in first)
+    assert engine.reused_tokens > sum(len(ids) for ids, _ in first)
     return first, said, second, later
 
 

@@ -532,14 +532,14 @@ def test_cached_tokens_are_not_prefilled_again(bench, asked):
         request = plainly(request, new)
         if len(request.ids) + new > SETTINGS.row_lengths[-1]:
             continue
-        prefilled, reused = engine.counts.prefilled_tokens, engine.counts.reused_tokens
+        prefilled, reused = engine.prefilled_tokens, engine.reused_tokens
         (samples,) = engine.generate([request])
         # The first sample's prompt is what the others find.
         needed = [known.missing(request, sample.ids) for sample in samples]
         assert not any(needed[1:])
         total = len(samples) * (len(request.ids) - 1)
-        assert engine.counts.prefilled_tokens - prefilled == needed[0]
-        assert engine.counts.reused_tokens - reused == total - needed[0]
+        assert engine.prefilled_tokens - prefilled == needed[0]
+        assert engine.reused_tokens - reused == total - needed[0]
         answered += [(request, sample) for sample in samples]
         # The next request might evict pages.
         if len(engine.tree.free_pages) < 6 * 3 + 8:
@@ -558,12 +558,12 @@ def test_a_prefix_that_requests_share_is_prefilled_once(bench, asked):
     wanted = [plainly(request, new) for request, new in asked]
     answers = engine.generate(wanted)
     needed = sum(known.missing(request) for request in wanted)
-    assert engine.counts.prefilled_tokens <= needed + (SETTINGS.page - 1) * max(0, len(wanted) - 1)
+    assert engine.prefilled_tokens <= needed + (SETTINGS.page - 1) * max(0, len(wanted) - 1)
     total = sum(
         len(samples) * (len(request.ids) - 1)
         for request, samples in zip(wanted, answers, strict=True)
     )
-    assert engine.counts.prefilled_tokens + engine.counts.reused_tokens == total
+    assert engine.prefilled_tokens + engine.reused_tokens == total
 
 
 def test_cached_frames_are_not_encoded_again(bench, monkeypatch):
