@@ -41,8 +41,6 @@ def paravt_2b_lora() -> Run:
         "protocol.turn_tokens": 1024,
         "protocol.summary_tokens": 256,
         "protocol.trajectory_tokens": 2048,
-        # One read per slot. Where decoding copies the pages that it reads, this bounds the copies.
-        "engine.read_tokens": 8192,
         "sft.steps": 20,
         "sft.row_tokens": 4096,
         "sft.optimizer.learning_rate": 2e-4,

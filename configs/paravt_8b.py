@@ -32,7 +32,8 @@ def paravt_8b() -> Run:
       rewards.
     `max_staleness` stays 0, other than in the release: the tiny run that supports these choices
     was measured on-policy.
-    The first moment of RL is bfloat16, so that training fits on a v5e:4x4 slice (docs/scale.md).
+    First moments have the type of the activations, so that training fits on a v5e:4x4 slice
+    (docs/scale.md).
 
     Paper: VideoMME 62.1, with subtitles 69.4, LVBench 39.8, MLVU 65.0; f 0.41, kappa 0.21. Not
     measured here.
@@ -42,7 +43,7 @@ def paravt_8b() -> Run:
         model=ModelSettings(path="Qwen/Qwen3-VL-8B-Instruct", size="8b", dtype="bfloat16"),
         data=DataSettings(),
         mesh=MeshSettings(fsdp=0, tensor=0),
-        engine=EngineSettings(slots=0, cache_tokens=0, read_tokens=131_072),
+        engine=EngineSettings(slots=0, cache_tokens=0),
         sft=SFTSettings(
             steps=500,
             rows=16,
@@ -55,7 +56,7 @@ def paravt_8b() -> Run:
         evaluation=EvaluationSettings(frames=(16, 64), dispatch=("parallel",), temperatures=(0.7,)),
         rl=RLSettings(
             steps=54,
-            optimizer=OptimizerSettings(moment_dtype="bfloat16"),
+            optimizer=OptimizerSettings(),
             grpo=GRPOSettings(anchor="likelihood", reward_clip=None, min_signal=0.25),
             rewards=RewardSettings(format_cap=False),
             remat="auto",

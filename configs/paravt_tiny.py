@@ -47,7 +47,6 @@ def paravt_tiny() -> Run:
         evaluation=EvaluationSettings(
             questions=128,
             dispatch=("parallel", "none"),
-            curve=True,
         ),
         rl=RLSettings(
             steps=56,
@@ -70,4 +69,4 @@ def sft_tiny() -> Run:
 
     Command: python -m train.run --config=sft_tiny
     """
-    return change(paravt_tiny(), "sft_tiny", {"rl": None, "evaluation.curve": False})
+    return change(paravt_tiny(), "sft_tiny", {"rl": None})

@@ -140,7 +140,7 @@ def sft_step(planned: PlannedModel) -> PlannedStep:
     frames = math.ceil(run.sft.row_tokens / min(run.frame_tokens, run.crop_frame_tokens))
     shape = dataclasses.replace(run.sft.shape, frames=frames)
     shape = shape.fitted(run.sft.microbatches, devices)
-    optimizer = make_optimizer(run.sft.optimizer, run.sft.learning_rate)
+    optimizer = make_optimizer(run.sft.optimizer, run.model.dtype, run.sft.learning_rate)
     state, room = planned.state(optimizer), shape.room(devices)
     several = shape.microbatches > 1
     updater = Updater(planned.skeleton, state, optimizer, sft_loss(run.sft), room, several)
@@ -160,7 +160,7 @@ def rl_step(planned: PlannedModel) -> PlannedStep:
     shape, devices = run.rl_shape, row_devices(mesh)
     processes = len({device.process_index for device in mesh.devices.flat})
     room = VisualRoom(shape.slots(processes, devices), shape.frames(processes, devices))
-    optimizer = make_optimizer(run.rl.optimizer)
+    optimizer = make_optimizer(run.rl.optimizer, run.model.dtype)
     state = planned.state(optimizer)
     updater = Updater(planned.skeleton, state, optimizer, rl_loss(run.rl), room)
     pieces = row_pieces(planned.config.text, mesh.shape["fsdp"], mesh.shape["tensor"])

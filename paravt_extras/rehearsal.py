@@ -49,7 +49,6 @@ _MOST = {
     "rl.steps": 4,
     "rl.save_every": 2,
     "rl.prompts": 2,
-    "engine.read_tokens": 8192,
     "evaluation.questions": 4,
 }
 

@@ -14,8 +14,7 @@ from models.features import FrameFeatures
 from models.sharding import Lowering
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.protocol import Protocol
-from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.scoring import rules_of
+from paravt_jax.method.scoring import Rules
 from paravt_jax.processes import hosts
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Environment
@@ -100,5 +99,4 @@ def open_actor(
     engine = Engine(model, environment.features, run.engine_sizes)
     engine.sleep()
     drop_weights(model)
-    rewards = run.rl.rewards if run.rl is not None else RewardSettings()
-    return EngineActor(engine, environment, judge or rules_of(rewards), sync, data.sizes, judge)
+    return EngineActor(engine, environment, judge or Rules(), sync, data.sizes, judge)

@@ -81,11 +81,11 @@ class Evaluator:
     def evaluate_step(self, step: int) -> None:
         """Play held-out questions greedily with the actor's weights, those after a step of RL.
 
-        Does nothing without `evaluation.curve`.
+        Does nothing unless the evaluation before and after RL plays them greedily, too.
         """
-        if self.actor is None or not self.run.evaluation.curve or not self.data.heldout:
-            return
         settings = self.run.evaluation.greedy_settings()
+        if self.actor is None or not settings or not self.data.heldout:
+            return
         self._play_missing(self.actor, _Evaluation(f"curve-{step:06d}", "rl", step, settings))
         # Rollouts must find the same empty cache in a run that was stopped here and resumed.
         self.actor.sampler.forget()

@@ -18,7 +18,6 @@ _FREE = (
     "rl.remat",
     "engine.cache_tokens",
     "engine.slots",
-    "engine.read_tokens",
 )
 # With other values it is another run.
 _DEFINING = (

@@ -94,9 +94,7 @@ class EvaluationSettings:
     dispatch: tuple[Dispatch, ...] = ("parallel", "sequential", "none")
     """How tool calls are executed."""
     temperatures: tuple[float, ...] = (0.7, 0.0)
-    """Sampling temperatures; 0 is greedy."""
-    curve: bool = False
-    """Also evaluate greedily every `rl.save_every` steps of RL, for the curves of the report."""
+    """Sampling temperatures; 0 is greedy, and also played at the checkpoints of RL."""
 
     def __post_init__(self):
         require_at_least("evaluation", self, 0, "questions")
@@ -104,18 +102,6 @@ class EvaluationSettings:
             if not getattr(self, name):
                 raise ValueError(f"evaluation.{name}: (); give at least one")
         self.episode_settings()  # raises if one is out of range
-        if self.curve and not self.questions:
-            raise ValueError(
-                "evaluation.questions: 0 with evaluation.curve, which plays them: give a number, "
-                "or switch the curve off"
-            )
-        greedy = 0 in self.temperatures and "parallel" in self.dispatch
-        if self.curve and not greedy:
-            raise ValueError(
-                f"evaluation.temperatures, evaluation.dispatch: {self.temperatures}, "
-                f"{self.dispatch}; the curve compares greedy episodes with parallel dispatch: add "
-                "0 and parallel, or switch off evaluation.curve"
-            )
 
     def episode_settings(self) -> tuple[EpisodeSettings, ...]:
         """Return every combination of overview budget, dispatch and temperature."""
@@ -126,8 +112,15 @@ class EvaluationSettings:
         )
 
     def greedy_settings(self) -> tuple[EpisodeSettings, ...]:
-        """Greedy decoding with parallel dispatch at each overview budget: a quick evaluation."""
-        return tuple(EpisodeSettings(frames, 0.0, "parallel") for frames in self.frames)
+        """Return the settings with greedy decoding and parallel dispatch, if they are played.
+
+        They are also played during RL, for the curves of the report.
+        """
+        return tuple(
+            settings
+            for settings in self.episode_settings()
+            if settings.temperature == 0 and settings.dispatch == "parallel"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,10 +189,6 @@ class Run:
         steps = {name: phase.steps for name, phase in phases.items() if phase is not None}
         if not 0 <= self.profile <= max(steps.values(), default=0):
             raise ValueError(f"profile: {self.profile}; give a step of a phase ({steps}), or 0")
-        if self.rl is None and self.evaluation.curve:
-            raise ValueError(
-                "evaluation.curve: True without rl; it evaluates checkpoints of RL: switch it off"
-            )
         if self.sft is not None and CropVideo.name not in self.protocol.tools:
             raise ValueError(
                 f"protocol.tools: {self.protocol.tools}; the demonstrations of sft call "

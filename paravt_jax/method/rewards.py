@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
 
-from paravt_jax.checks import require_at_least, require_choices, require_share
+from paravt_jax.checks import require_at_least, require_share
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.parsing import (
     extract_answer,
@@ -55,26 +54,13 @@ class RewardSettings:
     # The terms of R_fmt can exceed 1 together. A capped R_fmt no longer tells good from better.
     format_cap: bool = True
     """Clip R_fmt to [0, 1]."""
-    open_ended: Literal["f1", "exact", "judge"] = "f1"
-    """How open-ended answers are scored: word F1, exact match, or a language model."""
     judge: JudgeSettings | None = None
-    """The language model that scores answers; needs open_ended `judge`."""
+    """The language model that scores open-ended answers; None: by word F1."""
 
     def __post_init__(self):
         section = "RewardSettings"
         require_at_least(section, self, 0, "format_weight", "tool_weight", "gamma")
         require_share(section, self, "tool_turn_cost")
-        require_choices(section, self)
-        if self.open_ended == "judge" and self.judge is None:
-            raise ValueError(
-                "RewardSettings.open_ended: 'judge' without a judge; "
-                "give the judge's endpoint and model, from Python"
-            )
-        if self.open_ended != "judge" and self.judge is not None:
-            raise ValueError(
-                f"RewardSettings.open_ended: {self.open_ended!r} with judge {self.judge}; "
-                "set it to 'judge', or the judge to None"
-            )
 
 
 def frugal_reward() -> RewardSettings:

@@ -30,11 +30,6 @@ class Rules:
         return {}
 
 
-def rules_of(settings: RewardSettings) -> Rules:
-    """Return the rules that score answers under these settings, where no judge does."""
-    return Rules("exact" if settings.open_ended == "exact" else "f1")
-
-
 def score_all(
     played: Sequence[tuple[Question, Sequence[Turn]]],
     settings: RewardSettings,
@@ -46,33 +41,26 @@ def score_all(
 
     Args:
         played: Question and turns of each episode. An episode without turns earns 0.
-        settings: Weights and the scorer of open-ended answers.
-        judge: The client for `settings.judge`; None if there is no judge.
+        settings: Weights of the terms.
+        judge: Scores answers: the client for `settings.judge`; None: rules.
         anchor_weight: Weight of R_anchor inside R_fmt (`GRPOSettings.sequence_anchor`); 0.5 in the
             release.
         answers: The answer of each episode; by default the result of `final_answer`.
 
     Raises:
-        ValueError: Exactly one of `judge` and `settings.judge` is None.
+        ValueError: `settings.judge` has no client.
     """
     if answers is None:
         answers = [final_answer(turns) for _, turns in played]
     items = [(question, answer) for (question, _), answer in zip(played, answers, strict=True)]
-    if settings.judge is None:
-        if judge is not None:
-            raise ValueError(
-                "score_all: judge is given, but RewardSettings.judge is None; "
-                "set RewardSettings.open_ended to 'judge', and its judge"
-            )
-        judge = rules_of(settings)
-    elif judge is None:
+    if settings.judge is not None and judge is None:
         raise ValueError(
             "score_all: judge is missing, but RewardSettings.judge is set; "
             "make it with RemoteJudge(settings.judge)"
         )
     return [
         combine(turns, r_acc, settings, anchor_weight)
-        for (_, turns), r_acc in zip(played, judge.scores(items), strict=True)
+        for (_, turns), r_acc in zip(played, (judge or Rules()).scores(items), strict=True)
     ]
 
 

@@ -27,6 +27,8 @@ _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 # Tokens of a sequence that are prefilled in one call. Longer prompts take several calls: the
 # activations and visual vectors of a call take memory.
 MOST_PREFILL = 8192
+# Cached tokens that a call reads, over all rows. Longer sequences get fewer rows.
+_LEAST_READ = 65_536
 # Room of a call of prefill; with short prompts it serves several sequences.
 _LEAST_PREFILL = 1024
 
@@ -39,11 +41,8 @@ class EngineSettings:
     """Sequences decoded side by side, in whole groups; 0: chosen for the devices."""
     cache_tokens: int = 65_536
     """Tokens in the KV cache; at least one whole rollout. 0: chosen for the devices."""
-    read_tokens: int = 65_536
-    """Unshared cached tokens read per call, over all rows; longer sequences get fewer rows."""
 
     def __post_init__(self):
-        require_at_least("engine", self, 1, "read_tokens")
         require_at_least("engine", self, 0, "slots", "cache_tokens")
 
 
@@ -94,6 +93,8 @@ def engine_sizes(
     # Long sequences have larger pages and longer calls: fewer pages and calls to keep track of.
     is_long = max(longest.prompt + longest.response, longest.crop_prompt) >= _LONG
     page, steps = (64, 32) if is_long else (16, 16)
+    # Rows of long sequences get room for twice the shortest read, so that all slots go on together.
+    reads = 2 if is_long else 1
     prompt = round_up(longest.prompt, page)
     crop = round_up(longest.crop_prompt, page)
     whole = round_up(max(prompt + longest.response, crop + longest.report), page)
@@ -119,7 +120,7 @@ def engine_sizes(
         page=page,
         pages=page_count(max(whole, settings.cache_tokens), page),
         prefill_tokens=max(min(prompt, piece), _LEAST_PREFILL),
-        read_tokens=max(slots * row_lengths[0], settings.read_tokens),
+        read_tokens=max(reads * slots * row_lengths[0], _LEAST_READ),
         steps=steps,
     )
 

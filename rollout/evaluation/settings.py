@@ -125,7 +125,7 @@ class BenchmarkSettings:
         if not self.judge:
             return RewardSettings()
         address, model = self.judge
-        return RewardSettings(open_ended="judge", judge=JudgeSettings(address, model=model))
+        return RewardSettings(judge=JudgeSettings(address, model=model))
 
     def server(self) -> ServerSettings:
         """Return how requests are sent to the endpoint: all that the episodes can have open."""

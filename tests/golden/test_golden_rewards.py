@@ -11,7 +11,7 @@ from collections.abc import Callable
 from paravt_jax.method.parsing import has_substantive_think
 from paravt_jax.method.records import CallStatus, CropCall, Question, QuestionKind, Turn
 from paravt_jax.method.rewards import Rewards, RewardSettings
-from paravt_jax.method.scoring import score
+from paravt_jax.method.scoring import Rules, score_all
 from tests.golden.answer_excuses import ACCURACIES, ANSWERS, flooded, of
 from tests.golden.excuses import Excuse, falls_under
 from tests.golden.texts import (
@@ -217,17 +217,13 @@ def rewarded(record: dict) -> Rewards:
         answer_suffix=knobs["ANSWER_SUFFIX"] == "1",
         gamma=0.3,
         format_cap=True,
-        open_ended=knobs["REWARD_MODE"],
     )
     question = Question(
         record["id"], "v", "?", QuestionKind(record["question_type"]), record["answer"]
     )
-    return score(
-        question,
-        [as_episode(record["completion"])],
-        settings,
-        anchor_weight=float(knobs["ANCHOR_WEIGHT"]),
-    )
+    played = [(question, [as_episode(record["completion"])])]
+    rules, weight = Rules(knobs["REWARD_MODE"]), float(knobs["ANCHOR_WEIGHT"])
+    return score_all(played, settings, rules, anchor_weight=weight)[0]
 
 
 def format_of(record: dict) -> float:

@@ -259,11 +259,7 @@ def test_a_judge_scores_if_the_settings_name_one_and_only_then():
             return {}
 
     judge = Half()
-    with pytest.raises(ValueError, match="score_all: judge is given"):
-        score_all([(QUESTION, [answer()])], SETTINGS, judge)
-    named = RewardSettings(
-        open_ended="judge", judge=JudgeSettings("http://localhost:1/v1", model="m")
-    )
+    named = RewardSettings(judge=JudgeSettings("http://localhost:1/v1", model="m"))
     with pytest.raises(ValueError, match="score_all: judge is missing"):
         score_all([(QUESTION, [answer()])], named)
     (got,) = score_all([(QUESTION, [answer()])], named, judge)

@@ -92,7 +92,6 @@ def small() -> Run:
             frames=(4, 16),
             dispatch=("parallel", "none"),
             temperatures=(0.7, 0.0),
-            curve=True,
         ),
     )
 
@@ -306,7 +305,6 @@ def shortened(run: Run, folder: pathlib.Path, **fields: Any) -> Run:
         "sft.steps": 2,
         "rl.steps": 2,
         "evaluation.frames": (4,),
-        "evaluation.curve": False,
         "evaluation.temperatures": (0.0,),
         "evaluation.dispatch": ("parallel",),
         "evaluation.questions": 1,

@@ -16,7 +16,7 @@ from models.sharding import Lowering
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.scoring import rules_of
+from paravt_jax.method.scoring import Rules
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.engine.engine import Engine
 from tests.paravt_jax.judge_server import Reply, says, serving
@@ -67,7 +67,7 @@ def evaluated(road, small, monkeypatch):
     def scripted(run, data, parts, environment, weights, judge=None) -> Iterator[EngineActor]:
         rewards = run.rl.rewards
         judge = None if rewards.judge is None else RemoteJudge(rewards.judge)
-        scores = judge or rules_of(rewards)
+        scores = judge or Rules()
         yield EngineActor(Script(), road.environment, scores, NoSync(), remote=judge)
 
     def untrained(parts, weights, batches, saver) -> Any:
@@ -96,7 +96,7 @@ def evaluated(road, small, monkeypatch):
 
 def judged_by(endpoint: str) -> RewardSettings:
     judge = JudgeSettings(endpoint, model="judge-1", key_variable="", attempts=1)
-    return RewardSettings(format_cap=False, open_ended="judge", judge=judge)
+    return RewardSettings(format_cap=False, judge=judge)
 
 
 def counts_in(folder: pathlib.Path) -> dict[str, dict[str, int]]:

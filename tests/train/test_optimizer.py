@@ -50,7 +50,7 @@ def test_first_moments_may_be_bfloat16(name):
     weights = {"w": jnp.zeros((4, 3))}
 
     def types(dtype: Literal["float32", "bfloat16"]) -> list[str]:
-        state = make_optimizer(OptimizerSettings(name, moment_dtype=dtype)).init(weights)
+        state = make_optimizer(OptimizerSettings(name), dtype).init(weights)
         return sorted(str(x.dtype) for x in jax.tree.leaves(state) if x.shape == (4, 3))
 
     assert types("float32") == ["float32"] * 2 and types("bfloat16") == ["bfloat16", "float32"]

@@ -43,7 +43,6 @@ FEW = (
     "--evaluation.frames=4",
     "--evaluation.dispatch=parallel",
     "--evaluation.temperatures=0",
-    "--evaluation.no-curve",
 )
 
 

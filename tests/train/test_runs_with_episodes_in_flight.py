@@ -41,7 +41,6 @@ SHORT = {
     "rl.frame_budgets": (4,),
     "rl.microbatch_tokens": 1,
     "evaluation.frames": (4,),
-    "evaluation.curve": False,
 }
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
+from jax.typing import DTypeLike
 
 from paravt_jax.checks import require_above, require_at_least, require_choices
 
@@ -35,8 +37,6 @@ class OptimizerSettings:
     """Peak learning rate of AdamW. That of Muon is 20/3 of it."""
     weight_decay: float = 0.01
     """Decoupled weight decay."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of AdamW's first moment and Muon's momentum. The second moment has the weights' type."""
 
     def __post_init__(self):
         section = "OptimizerSettings"
@@ -51,34 +51,42 @@ def supervised_save_every(steps: int) -> int:
 
 
 def make_optimizer(
-    settings: OptimizerSettings, schedule: Schedule = lambda peak: peak
+    settings: OptimizerSettings,
+    moment_dtype: DTypeLike = jnp.float32,
+    schedule: Schedule = lambda peak: peak,
 ) -> optax.GradientTransformation:
     """Return the optimizer. It clips gradients by their global norm first.
 
     Args:
         settings: Which optimizer, and its peak learning rate.
+        moment_dtype: Type of AdamW's first moment and Muon's momentum: that of the activations. The
+            second moment has the weights' type.
         schedule: The learning rate by step; constant by default.
     """
     clip = optax.clip_by_global_norm(_MAX_GRAD_NORM)
     make = _adamw if settings.name == "adamw" else _muon
-    return optax.chain(clip, make(settings, schedule))
+    return optax.chain(clip, make(settings, moment_dtype, schedule))
 
 
-def _adamw(settings: OptimizerSettings, schedule: Schedule) -> optax.GradientTransformation:
+def _adamw(
+    settings: OptimizerSettings, moment_dtype: DTypeLike, schedule: Schedule
+) -> optax.GradientTransformation:
     return optax.adamw(
         schedule(settings.learning_rate),
         eps=EPS,
-        mu_dtype=settings.moment_dtype,
+        mu_dtype=moment_dtype,
         weight_decay=settings.weight_decay,
     )
 
 
-def _muon(settings: OptimizerSettings, schedule: Schedule) -> optax.GradientTransformation:
+def _muon(
+    settings: OptimizerSettings, moment_dtype: DTypeLike, schedule: Schedule
+) -> optax.GradientTransformation:
     return optax.contrib.muon(
         schedule(_MUON_FACTOR * settings.learning_rate),
         weight_decay=settings.weight_decay,
         eps=EPS,
-        mu_dtype=settings.moment_dtype,
+        mu_dtype=moment_dtype,
         adam_b2=_MUON_B2,
         adam_weight_decay=settings.weight_decay,
         adam_learning_rate=schedule(settings.learning_rate),

@@ -123,8 +123,9 @@ class Learner:
         self.skeleton = skeleton
         self.settings = settings
         self._weight_shardings = jax.tree.map(lambda x: x.sharding, weights)
-        self.reference = self._to_host(weights, skeleton.decoder(split_vision(weights)[0]).dtype)
-        optimizer = make_optimizer(settings.optimizer)
+        dtype = skeleton.decoder(split_vision(weights)[0]).dtype
+        self.reference = self._to_host(weights, dtype)
+        optimizer = make_optimizer(settings.optimizer, dtype)
         devices, processes = row_devices(mesh), jax.process_count()
         visual = VisualRoom(shape.slots(processes, devices), shape.frames(processes, devices))
         start = init_state(weights, optimizer)

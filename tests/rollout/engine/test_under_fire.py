@@ -75,7 +75,7 @@ LIMITS = (
 )
 REWARDS = (
     RewardSettings(),
-    RewardSettings(format_cap=False, answer_suffix=False, open_ended="exact"),
+    RewardSettings(format_cap=False, answer_suffix=False),
 )
 
 
