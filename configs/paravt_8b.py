@@ -32,7 +32,7 @@ def paravt_8b() -> Run:
       rewards.
     `max_staleness` stays 0, other than in the release: the tiny run that supports these choices
     was measured on-policy.
-    First moments have the type of the activations, so that training fits on a v5e:4x4 slice
+    In RL, first moments have the type of the activations, so that training fits on a v5e:4x4 slice
     (docs/scale.md).
 
     Paper: VideoMME 62.1, with subtitles 69.4, LVBench 39.8, MLVU 65.0; f 0.41, kappa 0.21. Not

@@ -260,8 +260,7 @@ def state_bytes(run: Run) -> float:
     model = abstract_model(run.model.config(), param_dtype=run.param_dtype, lora=run.lora)
     _, trained, _ = split(model, run.train_vision)
     phases = [phase for phase in (run.sft, run.rl) if phase is not None]
-    dtype = run.model.dtype
-    moments = [jax.eval_shape(make_optimizer(x.optimizer, dtype).init, trained) for x in phases]
+    moments = [jax.eval_shape(make_optimizer(x.optimizer).init, trained) for x in phases]
     tower = nnx.state(model.vision) if run.lora is None else ()
     return total_bytes((trained, tower)) + max(map(total_bytes, moments), default=0.0)
 

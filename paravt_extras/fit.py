@@ -421,7 +421,8 @@ class _Memory:
         """Trained weights, their moments, and frozen weights. Moments are sharded like weights."""
         if phase is None:
             return self.weights + self.frozen
-        optimizer = make_optimizer(phase.optimizer, self.run.model.dtype)
+        dtype = self.run.model.dtype if phase is self.run.rl else "float32"
+        optimizer = make_optimizer(phase.optimizer, dtype)
         moments = total_bytes(jax.eval_shape(optimizer.init, self.shapes.trained))
         share = self.weights / total_bytes(self.shapes.trained)
         return self.weights + moments * share + self.frozen

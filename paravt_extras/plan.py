@@ -140,7 +140,7 @@ def sft_step(planned: PlannedModel) -> PlannedStep:
     frames = math.ceil(run.sft.row_tokens / min(run.frame_tokens, run.crop_frame_tokens))
     shape = dataclasses.replace(run.sft.shape, frames=frames)
     shape = shape.fitted(run.sft.microbatches, devices)
-    optimizer = make_optimizer(run.sft.optimizer, run.model.dtype, run.sft.learning_rate)
+    optimizer = make_optimizer(run.sft.optimizer, schedule=run.sft.learning_rate)
     state, room = planned.state(optimizer), shape.room(devices)
     several = shape.microbatches > 1
     updater = Updater(planned.skeleton, state, optimizer, sft_loss(run.sft), room, several)

@@ -59,8 +59,8 @@ def make_optimizer(
 
     Args:
         settings: Which optimizer, and its peak learning rate.
-        moment_dtype: Type of AdamW's first moment and Muon's momentum: that of the activations. The
-            second moment has the weights' type.
+        moment_dtype: Type of AdamW's first moment and Muon's momentum. RL gives that of the
+            activations, to save memory. The second moment has the weights' type.
         schedule: The learning rate by step; constant by default.
     """
     clip = optax.clip_by_global_norm(_MAX_GRAD_NORM)

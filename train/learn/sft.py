@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 from models.remat import Remat
 from models.sharding import Lowering, require_mesh, row_devices
 from models.text import TextDecoder
-from models.trained import Skeleton, split_vision
+from models.trained import Skeleton
 from paravt_jax.checks import require_at_least, require_choices
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.loader import Pipeline
@@ -144,8 +144,7 @@ def make_sft_updater(
         settings: Optimizer and activation checkpointing.
         shape: Sizes of a step, from `SFTBatches.shape`.
     """
-    dtype = skeleton.decoder(split_vision(weights)[0]).dtype
-    optimizer = make_optimizer(settings.optimizer, dtype, settings.learning_rate)
+    optimizer = make_optimizer(settings.optimizer, schedule=settings.learning_rate)
     room = shape.room(row_devices(require_mesh(weights)))
     several = shape.microbatches > 1
     start = init_state(weights, optimizer)
