@@ -18,8 +18,15 @@ from jaxtyping import Float
 
 from train.learn.packing import GroupLengths
 from train.learn.rl import Learner
-from train.learn.rollout_pool import RolloutPool
-from train.learn.rollouts import Questions, Rollouts, begin, describe, require_fresh, roll_out
+from train.learn.rollouts import (
+    Questions,
+    RolloutPool,
+    Rollouts,
+    begin,
+    describe,
+    require_fresh,
+    roll_out,
+)
 from train.learn.update import TrainState
 from train.learn.weight_sync import TrainedActor
 

@@ -13,7 +13,7 @@ from paravt_jax.method.scoring import Rules
 from train.learn.packing import StepShape
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
-from train.learn.rollout_pool import RolloutPool
+from train.learn.rollouts import RolloutPool
 from train.learn.update import TrainState
 from train.learn.weight_sync import TrainedActor, WeightSync
 from train.rl import Trained, rl_step

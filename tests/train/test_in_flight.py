@@ -7,7 +7,16 @@ import random
 
 import pytest
 
-from train.learn.in_flight import GroupProgress, capacity, choose, deal
+from paravt_jax.method.records import Question, QuestionKind
+from train.learn.in_flight import EpisodeInFlight, GroupInFlight, capacity, choose, deal
+
+QUESTION = Question("1", "v.mp4", "?", QuestionKind.OPEN_ENDED, "a")
+
+
+def group(step: int, end: int | None) -> GroupInFlight:
+    """A group of one episode."""
+    flight = EpisodeInFlight(seed=0, clock=end or 0, done=end is not None)
+    return GroupInFlight(0, QUESTION, 4, step, (flight,))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 7, 16])
@@ -56,7 +65,7 @@ def test_an_update_takes_as_many_groups_as_it_has_prompts_and_none_too_late(prom
             groups.append((step, clock + int(rng.lognormvariate(3, 1.5))))
             begun += 1
         while True:
-            progress = [GroupProgress(s, end if end <= clock else None) for s, end in groups]
+            progress = [group(s, end if end <= clock else None) for s, end in groups]
             taken = choose(progress, step, prompts, max_staleness)
             if taken is not None:
                 break
@@ -75,7 +84,7 @@ def test_an_update_takes_as_many_groups_as_it_has_prompts_and_none_too_late(prom
 
 
 def test_an_update_waits_for_a_group_that_would_be_too_old_for_the_next():
-    done, running = GroupProgress(4, 10), GroupProgress(3, None)
+    done, running = group(4, 10), group(3, None)
     assert choose([done, done, running], 4, 2, 1) is None
     assert choose([done, done, running], 4, 2, 2) == [0, 1]
-    assert choose([done, done, running._replace(end=50)], 4, 2, 1) == [0, 2]
+    assert choose([done, done, group(3, 50)], 4, 2, 1) == [0, 2]

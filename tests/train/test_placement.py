@@ -1,4 +1,4 @@
-"""Visual vectors on a device: their values, whatever number of chunks they travel in."""
+"""Visual vectors on a device, and meshes over several processes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from train.learn.placement import put_vectors, require_even
 
 
 def test_vectors_lie_at_the_beginning_of_their_rows():
-    """Rows without vectors, with several chunks of them, and full ones."""
+    """Rows without vectors, with some, and full ones."""
     rng = np.random.default_rng(0)
-    room = 700
-    counts = (0, 1, 256, 600, 700)
+    room = 7
+    counts = (0, 1, 7)
     rows = [rng.normal(size=(count, 2, 3)).astype(np.float32) for count in counts]
     found = put_vectors(rows, room, make_mesh(1, 1, 1))
-    wanted = np.zeros((5, room, 2, 3), np.float32)
+    wanted = np.zeros((3, room, 2, 3), np.float32)
     for row, vectors in enumerate(rows):
         wanted[row, : len(vectors)] = vectors
     np.testing.assert_array_equal(found, wanted)

@@ -25,9 +25,9 @@ from train.data import QuestionStream
 from train.durable.saver import pack, unpack
 from train.learn.in_flight import Player
 from train.learn.rl_settings import RLSettings
-from train.learn.rollout_pool import RolloutPool
 from train.learn.rollouts import (
     Actor,
+    RolloutPool,
     Rollouts,
     begin,
     draw_budgets,

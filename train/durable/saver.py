@@ -48,7 +48,7 @@ _RECORDS = (
     "rollout.engine.pacing",
     "rollout.engine.requests",
     "train.learn.in_flight",
-    "train.learn.rollout_pool",
+    "train.learn.rollouts",
 )
 _ARRAYS = (
     ("numpy", "ndarray"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from paravt_jax.method.records import Episode, Question, StopReason, Trajectory
 from paravt_jax.processes import hosts
@@ -97,17 +96,8 @@ def deal(clocks: Sequence[int], homes: Sequence[int | None], processes: int) -> 
     return [dealt[n] for n in range(len(clocks))]
 
 
-class GroupProgress(NamedTuple):
-    """What decides whether an update takes a group: when it began, and when it ended."""
-
-    step: int
-    """The step in which it began."""
-    end: int | None
-    """The virtual time of its end; None: it is in flight."""
-
-
 def choose(
-    groups: Sequence[GroupProgress], step: int, prompts: int, max_staleness: int
+    groups: Sequence[GroupInFlight], step: int, prompts: int, max_staleness: int
 ) -> list[int] | None:
     """Return the groups that the update of `step` takes, in order; None: it has to wait.
 

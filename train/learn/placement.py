@@ -40,9 +40,6 @@ _BY_REPLICA = PartitionSpec(REPLICAS)
 
 Gradients = Callable[..., tuple[Any, dict[str, Array]]]
 
-# Visual vectors that travel to a device at a time. Those of an 8B model have 8 MiB.
-_CHUNK = 256
-
 # The axis of rows in each array of a batch, by the array's name. The bank of visual vectors of an
 # RL step is split by its slots. Arrays that are not listed are replicated.
 BY_ROW = MappingProxyType(
@@ -167,23 +164,18 @@ def put_whole(batch: T, mesh: Mesh) -> T:
 def put_vectors(
     rows: Sequence[Shaped[np.ndarray, "_ c d"]], room: int, mesh: Mesh
 ) -> Shaped[Array, "b m c d"]:
-    """Put visual vectors on the mesh. Only chunks that hold vectors travel, and no padding.
+    """Put visual vectors on the mesh.
 
     Args:
         rows: This process's vectors, row by row; equally many rows per device and per process.
         room: The number m of vectors per row of the result. The last ones of a row may be 0.
         mesh: The mesh, over which rows are split.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(ROWS))
-    shape = (len(rows) * jax.process_count(), room, *rows[0].shape[1:])
-    indices: Any = sharding.addressable_devices_indices_map(shape)
-    owned = {device: range(shape[0])[index[0]] for device, index in indices.items()}
-    first = min(rows_of.start for rows_of in owned.values())
-    shards = [
-        _fill([rows[row - first] for row in rows_of], room, device)
-        for device, rows_of in owned.items()
-    ]
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    padded = np.zeros((len(rows), room, *rows[0].shape[1:]), rows[0].dtype)
+    for row, vectors in zip(padded, rows, strict=True):
+        row[: len(vectors)] = vectors
+    placed: Any = put({"visual": padded}, mesh)
+    return placed["visual"]
 
 
 class VisualRoom(NamedTuple):
@@ -248,27 +240,6 @@ class BankPlacer:
         placed: Any = put({"grids": sizes}, self._mesh)
         room = self._room.frames * vision.frame_tokens
         return Bank(put_vectors(rows, room, self._mesh), placed["grids"])
-
-
-def _fill(rows: Sequence[Shaped[np.ndarray, "_ c d"]], room: int, device: Any) -> Array:
-    """Return the vectors of a device's rows, in an array [rows, room, c, d] on this device."""
-    vector = rows[0].shape[1:]
-    bank = jnp.zeros((len(rows), room, *vector), rows[0].dtype, device=device)
-    size = min(_CHUNK, room)
-    for row, vectors in enumerate(rows):
-        for first in range(0, len(vectors), size):
-            # The last chunk of a full row begins earlier, and repeats some vectors.
-            first = min(first, room - size)
-            held = vectors[first : first + size]
-            chunk = np.zeros((1, size, *vector), held.dtype)
-            chunk[0, : len(held)] = held
-            bank = _write(bank, jax.device_put(chunk, device), np.array([row, first, 0, 0]))
-    return bank
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(bank: Array, chunk: Array, first: Array) -> Array:
-    return jax.lax.dynamic_update_slice(bank, chunk, tuple(first))
 
 
 def _name(path: tuple) -> str:
