@@ -31,7 +31,7 @@ def test_the_settings_to_lower_are_flags_and_a_run_may_resume_with_other_values(
         take_too_much()
     free, defining = str(error.value).split("new --run-dir")
     named = re.findall(r"--([\w.-]+) \(now (\w+)", free)
-    assert len(named) == 7 and "--rl.frame-budgets (now 4 8" in defining
+    assert len(named) == 6 and "--rl.frame-budgets (now 4 8" in defining
     for flag, value in named:
         name = flag.replace("-", "_")
         assert str(functools.reduce(getattr, name.split("."), run)) == value

@@ -48,7 +48,6 @@ _RECORDS = (
     "rollout.engine.pacing",
     "rollout.engine.requests",
     "train.learn.in_flight",
-    "train.learn.rollouts",
 )
 _ARRAYS = (
     ("numpy", "ndarray"),

@@ -62,6 +62,18 @@ class GroupInFlight:
         return self.began + max(flight.clock for flight in self.flights)
 
 
+@dataclasses.dataclass(frozen=True)
+class PoolState:
+    """A pool between two steps."""
+
+    clock: int = 0
+    """The virtual time."""
+    number: int = 0
+    """Number of groups that have begun."""
+    groups: tuple[GroupInFlight, ...] = ()
+    """The groups in flight."""
+
+
 def deal(clocks: Sequence[int], homes: Sequence[int | None], processes: int) -> list[int]:
     """Return the process of each episode. Their numbers of episodes differ by one at most.
 

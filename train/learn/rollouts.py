@@ -38,7 +38,14 @@ from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment
 from rollout.agent.scoring import executed_calls, seed_of, tool_gap
 from rollout.engine.requests import Sampler
-from train.learn.in_flight import EpisodeInFlight, GroupInFlight, Player, capacity, choose
+from train.learn.in_flight import (
+    EpisodeInFlight,
+    GroupInFlight,
+    Player,
+    PoolState,
+    capacity,
+    choose,
+)
 from train.learn.rl_settings import RLSettings
 
 # Quanta in the tokens of the longest trajectory. After each, the processes wait for one another.
@@ -210,18 +217,6 @@ def virtual_times(trajectory_tokens: int) -> tuple[int, int]:
     """Return the quantum, and the charge for reading frames, for trajectories of this length."""
     quantum = max(LEAST_TOKENS, trajectory_tokens // QUANTA)
     return quantum, round(quantum * CHARGE)
-
-
-@dataclasses.dataclass(frozen=True)
-class PoolState:
-    """A pool between two steps."""
-
-    clock: int = 0
-    """The virtual time."""
-    number: int = 0
-    """Number of groups that have begun."""
-    groups: tuple[GroupInFlight, ...] = ()
-    """The groups in flight."""
 
 
 class RolloutPool:
