@@ -27,8 +27,10 @@ _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 # Tokens of a sequence that are prefilled in one call. Longer prompts take several calls: the
 # activations and visual vectors of a call take memory.
 MOST_PREFILL = 8192
-# Cached tokens that a call reads, over all rows. Longer sequences get fewer rows.
-_LEAST_READ = 65_536
+# Cached tokens that a call may read, over all rows, if sequences are short. Where decoding copies the
+# pages that it reads, this bounds the copies, so long sequences get one of the shortest reads per
+# slot.
+_SHORT_READS = 65_536
 # Room of a call of prefill; with short prompts it serves several sequences.
 _LEAST_PREFILL = 1024
 
@@ -93,8 +95,6 @@ def engine_sizes(
     # Long sequences have larger pages and longer calls: fewer pages and calls to keep track of.
     is_long = max(longest.prompt + longest.response, longest.crop_prompt) >= _LONG
     page, steps = (64, 32) if is_long else (16, 16)
-    # Rows of long sequences get room for twice the shortest read, so that all slots go on together.
-    reads = 2 if is_long else 1
     prompt = round_up(longest.prompt, page)
     crop = round_up(longest.crop_prompt, page)
     whole = round_up(max(prompt + longest.response, crop + longest.report), page)
@@ -111,6 +111,7 @@ def engine_sizes(
     tool_results = min(2 * page, crop)
     piece = round_up(MOST_PREFILL, page)
     slots = round_up(max(1, settings.slots), rows_per_prefix)
+    reads = whole if is_long else _SHORT_READS
     return EngineSizes(
         row_lengths=row_lengths,
         prefix_lengths=prefix_lengths,
@@ -120,7 +121,7 @@ def engine_sizes(
         page=page,
         pages=page_count(max(whole, settings.cache_tokens), page),
         prefill_tokens=max(min(prompt, piece), _LEAST_PREFILL),
-        read_tokens=max(reads * slots * row_lengths[0], _LEAST_READ),
+        read_tokens=max(slots * row_lengths[0], reads),
         steps=steps,
     )
 

@@ -17,7 +17,6 @@ tunings = st.builds(
     EngineSettings,
     slots=st.integers(1, 200),
     cache_tokens=tokens,
-    read_tokens=tokens,
 )
 longest = st.builds(
     Lengths,
