@@ -27,9 +27,9 @@ _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 # Tokens of a sequence that are prefilled in one call. Longer prompts take several calls: the
 # activations and visual vectors of a call take memory.
 MOST_PREFILL = 8192
-# Cached tokens that a call may read, over all rows, if sequences are short. Where decoding copies the
-# pages that it reads, this bounds the copies, so long sequences get one of the shortest reads per
-# slot.
+# Cached tokens that a call may read, over all rows, if sequences are short. Where decoding copies
+# the pages that it reads, this bounds the copies, so long sequences get one of the shortest reads
+# per slot.
 _SHORT_READS = 65_536
 # Room of a call of prefill; with short prompts it serves several sequences.
 _LEAST_PREFILL = 1024
