@@ -326,16 +326,6 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "[r, written] = trajectory.authors != Author.PROMPT",
         ),
     },
-    ("train/learn/placement.py", _PLACEMENT): {
-        "last_chunk_of_a_full_row_early": (
-            "first = min(first, room - size)",
-            "first = min(first, room - size - 1)",
-        ),
-        "chunks_all_in_the_first_row": (
-            "np.array([row, first, 0, 0])",
-            "np.array([0, first, 0, 0])",
-        ),
-    },
     (f"{_ENGINE}/pages.py", _PAGES): {
         "users_not_counted": ("node.users += 1", "node.users = 1"),
         "starts_older_than_their_ends": ("for node in reversed(path):", "for node in list(path):"),
