@@ -154,7 +154,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     # GRPO needs an engine, reference weights, and jitted `update`, `logprobs` and `advantages`.
     def loss(decoder, visual, rows, batch):
         # A micro-batch has some of the rollouts; the others have -1 in its index.
-        logprobs = score_rollouts(decoder, visual, rows, TEMPERATURE).logprobs
+        logprobs = score_rollouts(decoder, visual, rows, TEMPERATURE)
         here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (rows.index >= 0))
         return grpo.paravt_loss(logprobs, batch.advantages, here, GRPO, batch.totals, REWARDS.gamma)
 

@@ -252,10 +252,11 @@ def _answer(asked: AskSettings) -> None:
     # All checks come before the weights are read, which takes minutes.
     _require_words(asked.question)
     require_local("--video", asked.video)
+    if asked.html:
+        require_local("--html", asked.html)
     if not os.path.isfile(asked.video):
         raise FileNotFoundError(f"--video {asked.video}: no such file; give a video")
     if asked.html:
-        require_local("--html", asked.html)
         open(asked.html, "a").close()  # raises OSError if it cannot be written
     subtitles = _read_subtitles(asked.subtitles, asked.dispatch) if asked.subtitles else ()
     tools = ("crop_video", "search_subtitles") if subtitles else ("crop_video",)

@@ -106,7 +106,7 @@ def greedy(model: VisionLanguageModel, batch: dict[str, Any]) -> jax.Array:
     def step(carry, i):
         token, cache = carry
         positions = jnp.broadcast_to(batch["next"] + i, (3, *token.shape))
-        hidden, cache, _ = model.text.decode(token, positions, cache)
+        hidden, cache = model.text.decode(token, positions, cache)
         cache = cache.advance(jnp.ones(token.shape, bool))
         return (jnp.argmax(model.text.logits(hidden), -1), cache), token
 
