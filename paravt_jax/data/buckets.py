@@ -80,6 +80,9 @@ def fetch_files(
 
 def _fetch(system: fsspec.AbstractFileSystem, info: dict[str, Any], target: pathlib.Path) -> None:
     """Copy a file unless this version is here. It gets its name when it is complete."""
+    # A web page lists names only.
+    if info["size"] is None:
+        info = system.info(info["name"])
     # The bucket's entry has the time of the last change or a checksum.
     version = str(info)
     noted = target.with_name(f".{target.name}.version")

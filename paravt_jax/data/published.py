@@ -185,6 +185,8 @@ def open_table(path: pathlib.Path) -> Table:
     Raises:
         ValueError: It is not a parquet file, or has neither the columns of rl nor of sft files.
     """
+    with foreign.open_regular(path) as file:
+        foreign.require_content(path, file.read(64))
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = set(file.schema_arrow.names)
@@ -368,7 +370,7 @@ def _numbered(name: str, paths: Sequence[str]) -> dict[str, str]:
     return dict(zip(dict.fromkeys(paths), names, strict=False))
 
 
-def _split(message: _Turn) -> Iterator[_Turn]:
+def _split(message: _Turn) -> list[_Turn]:
     """Split a message into turns, with a tool's turn for each block of <tool_response> in it.
 
     Such blocks stand in a tool's turn, in a user's or in the assistant's own message. A tool's turn
@@ -380,16 +382,20 @@ def _split(message: _Turn) -> Iterator[_Turn]:
     tags = [piece for piece in pieces if piece in _RESPONSE_TAGS]
     if tags != [*_RESPONSE_TAGS] * (len(tags) // 2):
         raise Refused(Reason.PROTOCOL, "a <tool_response> does not end, or does not begin")
-    turn = _Turn(message.role, [])
+    if not tags:
+        return [message]
+    turns = [_Turn(message.role, [])]
     for piece in pieces:
         if piece in _RESPONSE_TAGS:
-            if turn.parts:
-                yield turn
-            turn = _Turn("tool" if piece == _RESPONSE_TAGS[0] else message.role, [])
+            turns.append(_Turn("tool" if piece == _RESPONSE_TAGS[0] else message.role, []))
         elif isinstance(piece, _File) or piece.strip():
-            turn.parts.append(piece)
-    if turn.parts:
-        yield turn
+            turns[-1].parts.append(piece)
+    beside = turns[::2]
+    # It would count as one more response.
+    if message.role == "tool" and any(turn.parts for turn in beside):
+        raise Refused(Reason.PROTOCOL, "a text or file stands beside a <tool_response>")
+    # A response may be empty.
+    return [turn for number, turn in enumerate(turns) if turn.parts or number % 2]
 
 
 def _arrange(turns: Sequence[_Turn], limits: ProtocolSettings) -> list[_Turn]:

@@ -222,10 +222,13 @@ def _question(columns: Any, line: int, read_subtitles: _ReadSubtitles) -> Questi
         read = _Columns.model_validate({k: v for k, v in columns.items() if v is not None})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        # The input of a missing field is the whole line.
-        value = "" if first["type"] == "missing" else first["input"]
-        rule = first["msg"].removeprefix("Value error, ")
-        rule = f"{rule}: correct it, or leave it out if it is optional"
+        value, rule = first["input"], first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            # The input is the whole line.
+            value, rule = "", "it is required: fill it in"
+        elif first["type"] != "value_error":
+            # pydantic's own texts name no remedy.
+            rule = f"{rule}: correct it, or leave it out if it is optional"
         raise _bad(".".join(map(str, first["loc"])), value, rule) from None
     return Question(
         id=read.id or str(line),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pyarrow.parquet
 import pytest
@@ -82,6 +83,12 @@ def test_other_files_are_refused_by_name(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "other.parquet")
     with pytest.raises(ValueError, match="other.parquet.*text.*prompt, videos.*messages"):
         open_table(tmp_path / "other.parquet")
+    (tmp_path / "pointer.parquet").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="pointer.parquet: only a pointer .* git lfs pull"):
+        open_table(tmp_path / "pointer.parquet")
+    os.mkfifo(tmp_path / "pipe.parquet")
+    with pytest.raises(ValueError, match="pipe.parquet: no regular file"):
+        open_table(tmp_path / "pipe.parquet")
 
 
 # Paths.
@@ -228,6 +235,12 @@ def test_tool_responses_inside_a_response_become_turns_and_are_not_trained_on(
     assert "tool_response" not in trained
 
 
+def test_an_empty_tool_response_is_one():
+    responses = say("tool", f"<tool_response> </tool_response>{LANE}")
+    turns = read([ASKED, say("assistant", CALLS), responses, say("assistant", END)]).turns
+    assert [turn.content for turn in turns if turn.role == "tool"] == [(), ("a lane",)]
+
+
 def test_files_of_a_row_keep_their_names_apart():
     text = f"Is {A} longer than file://b.mp4 and video.mp4? See a.png, c.png."
     files = (video(A), video("b.mp4"), video("video.mp4"), image("a.png"), image("c.png"))
@@ -281,6 +294,10 @@ def test_a_single_text_follows_its_files():
         ([ASKED, say("assistant", call(1, 2) * 6), GOOD_END], Reason.PROTOCOL),
         ([ASKED, *[say("assistant", call(1, 2)), say("tool", "a")] * 4, GOOD_END], Reason.PROTOCOL),
         (called(A, [(1, 2)], say("tool", "so <tool_response>a</tool_response>")), Reason.PROTOCOL),
+        (
+            [ASKED, say("assistant", CALLS), say("tool", f"so {RESPONSE}"), say("assistant", END)],
+            Reason.PROTOCOL,
+        ),
         ([ASKED, GOOD_END, say("user", RESPONSE), GOOD_END], Reason.PROTOCOL),
         ([ASKED, say("assistant", RESPONSE, "so")], Reason.PROTOCOL),
         (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
+import threading
 import zipfile
 
 import fsspec
@@ -41,6 +44,22 @@ def archive(path, members):
 def test_a_source_that_does_not_exist_is_refused_with_a_remedy(source, words, tmp_path):
     with pytest.raises(FileNotFoundError, match=words):
         sources.fetch(source, tmp_path, ["*.parquet"])
+
+
+def test_a_page_that_lists_files_without_their_sizes_is_a_source(tmp_path):
+    pytest.importorskip("aiohttp")
+    (tmp_path / "page").mkdir()
+    table = tmp_path / "page" / "rl.parquet"
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(table.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for content in ("abc", "abcd"):
+            table.write_text(content)
+            fetched = sources.fetch(
+                f"http://127.0.0.1:{server.server_port}/", tmp_path / "out", ["*.parquet"]
+            )
+            assert (fetched / "rl.parquet").read_text() == content
+        server.shutdown()
 
 
 def test_a_hub_id_names_a_data_set(tmp_path, monkeypatch):
