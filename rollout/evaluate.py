@@ -96,6 +96,8 @@ def _other_uses(argv: Sequence[str]) -> int:
         "--json", action="store_true", help="with --compare: print JSON, with all ids that differ"
     )
     asked = parser.parse_args(argv)
+    if asked.json and asked.table:
+        parser.error("--json: belongs to --compare; each run of --table has a summary.json")
     if asked.table:
         print(table_1(asked.table))
         return 0

@@ -42,6 +42,8 @@ from models.weights.tensor_file import Tensor, TensorType
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.stored import SUMS, appearing, find_damage, read_sums, write_sums
 
+_HEAD_ROWS = 1024  # rows of an output head in memory at a time
+
 Files = Mapping[str, Mapping[str, TensorType]]
 """Type and shape of the tensors of each file that is written, by file name and name."""
 
@@ -70,7 +72,8 @@ def load(
     Raises:
         FileNotFoundError: there are no weights, or the hub has no such id or is unreachable.
         ValueError: a file is damaged; or the list of all tensors that are missing, unknown, of
-            another shape, or there twice.
+            another shape, or there twice; or an output head differs from an embedding that the
+            configuration ties to it.
     """
     folder = hf_folder.local_folder(source)
     config = from_hf(folder / hf_folder.CONFIG) if config is None else config
@@ -80,11 +83,27 @@ def load(
     shapes = {name: place.shape for name, place in tensor_places(layouts, parameters).items()}
     embedding = layouts[EMBEDDING].name
     tied = config.text.tie_word_embeddings
-    # A head that repeats the tied embedding is not read, as in transformers.
     stored = hf_folder.read_headers(folder, shapes, {TIED_HEAD: shapes[embedding]} if tied else {})
     require_sound(folder, sorted({tensor.file.name for tensor in stored.values()}))
+    if tied and TIED_HEAD in stored:
+        _require_tied(stored[TIED_HEAD], stored[embedding])
     read_parameters(stored, layouts, state, mesh)
     return nnx.merge(graph, state)
+
+
+def _require_tied(head: Tensor, embedding: Tensor) -> None:
+    """Raise ValueError if a tied output head differs from the embedding, which is used for both.
+
+    Tools that train the head may leave the configuration as it was. transformers 5 then uses both.
+    """
+    for first in range(0, head.shape[0], _HEAD_ROWS):
+        rows = (slice(first, min(first + _HEAD_ROWS, head.shape[0])),)
+        if not np.array_equal(head.read(rows), embedding.read(rows)):
+            raise ValueError(
+                f"{head.file}: {TIED_HEAD} differs from {embedding.name}, but tie_word_embeddings "
+                f"= true in {hf_folder.CONFIG} says that they are one; set it to false there, also "
+                "in text_config, to use both"
+            )
 
 
 def require_sound(folder: Path, files: Sequence[str]) -> None:

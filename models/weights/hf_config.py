@@ -176,11 +176,11 @@ def _read_text(text: Mapping[str, Any], tied: bool, chosen: Family) -> TextConfi
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the decoder's rotary embeddings.
 
-    transformers 5 writes `rope_parameters`, which go first; 4.57 writes `rope_theta` and
-    `rope_scaling`.
+    transformers 5 writes `rope_parameters`, 4.57 writes `rope_theta` and `rope_scaling`. If a file
+    has both objects, only `rope_scaling` counts, as in transformers 5.
     """
     rope: dict[str, Any] = {}
-    for part in (text, *(text.get(field) or {} for field in reversed(_ROPE_FIELDS))):
+    for part in (text, text.get("rope_scaling") or text.get("rope_parameters") or {}):
         for name in ("rope_theta", "mrope_section", "mrope_interleaved"):
             if part.get(name) is not None:
                 rope[name] = part[name]

@@ -27,8 +27,8 @@ from paravt_jax.method.judge import ServerSettings
 
 FIRST_WAIT = 1.0
 """Upper bound on the seconds before the second attempt. It doubles with each further attempt."""
-LONGEST_WAIT = 20.0
-"""Upper bound on the seconds between two attempts."""
+LONGEST_WAIT = 60.0
+"""Upper bound on the seconds that a server may ask to wait, and on those of a random pause."""
 
 # Upper bound on the bytes of a reply. A longer one is no chat completion.
 _BODY_LIMIT = 4 << 20
@@ -57,7 +57,7 @@ class Choice:
     stop_reason: Any
     """The stop string that ended the text, if the server reports it (vLLM and SGLang do)."""
     parsed: bool = False
-    """Whether the server took reasoning out of the text."""
+    """Whether the server took reasoning or tool calls out of the text."""
 
 
 class UnusableReply(Exception):
@@ -86,6 +86,8 @@ class Failure:
     """Whether the deadline of the request ended it."""
     again: bool = True
     """Whether another attempt may succeed."""
+    wait: float = 0.0
+    """Seconds that the server asks to wait before the next attempt."""
 
     def __str__(self) -> str:
         return f"{self.what}; {self.remedy}"
@@ -196,14 +198,14 @@ class Client:
         """Attempt until one succeeds, with random pauses whose bound doubles each time.
 
         The pause is drawn anew between 0 and its bound ("full jitter"): requests that failed
-        together would otherwise come back together.
+        together would otherwise come back together. It is added to what the server asks for.
         """
         for number in range(self._settings.attempts - 1):
             outcome = await self._attempt(content, read)
             if not isinstance(outcome, Failure) or not outcome.again:
                 return outcome
             pause = random.uniform(0, FIRST_WAIT * 2**number)
-            await asyncio.sleep(min(pause, LONGEST_WAIT))
+            await asyncio.sleep(min(outcome.wait, LONGEST_WAIT) + min(pause, LONGEST_WAIT))
         return await self._attempt(content, read)
 
     async def _attempt(self, content: bytes, read: Callable[[Choice], Answer]) -> Answer | Failure:
@@ -238,7 +240,9 @@ class Client:
             # 408 (timeout), 429 (too many requests) and server errors may be temporary.
             again = status in (408, 429) or status >= 500
             remedy = _REMEDIES.get(status, _LOG)
-            return Failure(f"status {status}{message}", remedy, status, again=again)
+            asked = response.headers.get("Retry-After", "")  # seconds; a date is ignored
+            wait = float(asked) if re.fullmatch(r"\d+(\.\d+)?", asked, re.ASCII) else 0.0
+            return Failure(f"status {status}{message}", remedy, status, again=again, wait=wait)
         try:
             return read(_choice(body))
         except UnusableReply as error:
@@ -260,7 +264,7 @@ def _choice(body: bytes) -> Choice:
         choice = json.loads(body)["choices"][0]
         message = choice["message"]
         text = _joined(message.get("content"))
-        parsed = bool(message.get("reasoning_content") or message.get("reasoning"))
+        parsed = any(map(message.get, ("reasoning_content", "reasoning", "tool_calls")))
         return Choice(text, choice.get("finish_reason"), choice.get("stop_reason"), parsed)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UnusableReply("the reply is not a complete chat completion") from error

@@ -250,7 +250,7 @@ def _read(choice: Choice, end: str) -> _Completion:
     # A model may end its turn at once ("").
     may_be_empty = choice.text is not None and reason in ("stop", *_CUT)
     if choice.parsed or not (text.strip() or may_be_empty):
-        raise UnusableReply(f"the reply has no text, or a part of it {shown}", _PARSER_REMEDY)
+        raise UnusableReply(f"the reply's text is missing or incomplete {shown}", _PARSER_REMEDY)
     # Some servers also return text that the model wrote after the end of its turn.
     response, ended, _ = text.partition(end)
     stop_string = choice.stop_reason

@@ -46,7 +46,7 @@ def _tables(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
             return files
     raise FileNotFoundError(
         f"--data {source!r}: holds none of {', '.join(patterns)}; "
-        "give the folder that `paravt download` made, or the file"
+        "give the folder that python -m paravt_extras.download made, or the file"
     )
 
 
@@ -86,7 +86,7 @@ class VideoFolder:
         self.root = path.parent if path.is_file() else path
         if not self.root.is_dir():
             raise FileNotFoundError(
-                f"--data {root}: no such folder; give the one that holds the videos"
+                f"--data {root}: no such file or folder; give a split's folder or your questions"
             )
 
     def find(self, path: str) -> str | None:
@@ -96,7 +96,7 @@ class VideoFolder:
         single file anywhere below the root whose path ends in `path`.
 
         Returns:
-            The file's path relative to the root; None if there is no such file, or if several are.
+            The file's path relative to the root; None if no file matches, or if several do.
         """
         names = path.split("/")
         for first in range(len(names)):

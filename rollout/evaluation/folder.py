@@ -162,7 +162,7 @@ def read_json(file: pathlib.Path) -> Line:
     """Read a JSON file of the folder. Raises FolderError if it is missing or damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise FolderError(
             f"{file}: no such file; give a finished evaluation, such as evaluations/NAME/BENCHMARK"
         ) from error

@@ -140,7 +140,8 @@ def _load(
         raise ValueError(f"--benchmark {settings.benchmark}: leave it out to play own questions")
     if not settings.data:
         raise ValueError(
-            "--data is missing; give the folder that `paravt download` made, or your own questions"
+            "--data is missing; give the folder of a split (python -m paravt_extras.download) or a "
+            "file of questions"
         )
     if settings.benchmark:
         loaded = load(settings.benchmark, settings.data)

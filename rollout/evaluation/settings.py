@@ -91,9 +91,14 @@ class BenchmarkSettings:
                 f"--dtype {self.dtype}, --tensor {self.tensor}: the server at --endpoint decides "
                 "about its weights and devices; leave out both, or --endpoint"
             )
+        least = FrameSettings.min_pixels
+        if min(self.pixels) < least:
+            raise ValueError(
+                f"--pixels {self.pixels[0]} {self.pixels[1]}: at least {least}, to which smaller "
+                "frames are enlarged; raise them"
+            )
         # Each raises if a field is out of range.
         self.episode_settings()
-        self.frames()
         self.rewards()
 
     @property
@@ -143,7 +148,8 @@ class BenchmarkSettings:
         protocol = fields.pop("protocol")
         fields |= {f"protocol.{name}": value for name, value in protocol.items()}
         if self.endpoint:
-            # A server chooses the type of its weights itself, and may move.
-            fields["endpoint"] = self.endpoint[1]
-            del fields["dtype"]
+            del fields["dtype"]  # a server chooses the type of its weights itself
+        for name in ("endpoint", "judge"):
+            # The name of the model: a server may move.
+            fields[name] = fields[name] and fields[name][1]
         return {name: value for name, value in fields.items() if name not in _NOT_IDENTITY}

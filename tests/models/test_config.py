@@ -82,6 +82,16 @@ def test_unsupported_values_are_refused(tower, field, value, message):
         from_hf(content)
 
 
+@pytest.mark.parametrize(
+    ("part", "theta"), [("", 7e4), ("rope_scaling", 7e4), ("rope_parameters", 1e4)]
+)
+def test_of_contradicting_rope_settings_those_count_that_transformers_reads(part, theta):
+    content = to_hf(tiny(300))
+    text = content["text_config"]
+    (text[part] if part else text)["rope_theta"] = 7e4
+    assert from_hf(content).text.rope_theta == theta
+
+
 @pytest.mark.parametrize("tower", ["text_config", "vision_config"])
 def test_missing_fields_are_all_named(tower):
     content = to_hf(tiny(300))

@@ -205,6 +205,27 @@ def test_one_error_names_every_wrong_tensor(model, tmp_path):
     assert "1 twice: model.language_model.norm.weight;" in str(error.value)
 
 
+def test_a_trained_head_of_a_tied_model_is_not_dropped(published):
+    """Tools that train the head of a tied model may leave `tie_word_embeddings` as it was."""
+    head = "lm_head.weight"
+    file = next(
+        file for file in published.glob("*.safetensors") if head in tensor_file.read_header(file)
+    )
+    tensors = load_file(file)
+    # The last row differs.
+    tensors[head] = tensors[head].copy()
+    tensors[head][-1, -1] += 1
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="lm_head.weight differs from .*; set it to false there"):
+        hf.load(published)
+    config = json.loads((published / "config.json").read_text())
+    config["tie_word_embeddings"] = False
+    (published / "config.json").write_text(json.dumps(config))
+    loaded = hf.load(published, param_dtype=jnp.bfloat16)
+    assert loaded.text.head is not None
+    np.testing.assert_array_equal(np.asarray(loaded.text.head[...]), tensors[head])
+
+
 def test_a_folder_without_weights_is_refused(tmp_path, config):
     with pytest.raises(FileNotFoundError, match="neither model.safetensors"):
         hf.load(tmp_path, config)

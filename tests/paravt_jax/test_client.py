@@ -174,6 +174,21 @@ def test_a_status_that_may_pass_is_asked_again(status):
     assert asked.failure.status == status and len(asked.times) == 3
 
 
+@pytest.mark.parametrize(("header", "least", "most"), [("0.3", 0.3, STALL), ("500", 0.5, STALL)])
+def test_a_busy_server_gets_the_pause_that_it_asks_for(monkeypatch, header, least, most):
+    monkeypatch.setattr(remote, "LONGEST_WAIT", 0.5)
+    asked = ask([Reply(status=429, headers=(("Retry-After", header),)), says("1")])
+    assert asked.answer == "1"
+    first, second = asked.times
+    assert least <= second - first < most
+
+
+@pytest.mark.parametrize("header", ["Fri, 31 Dec 1999 23:59:59 GMT", "-1", "nan", "\u0661"])
+def test_a_pause_that_is_no_number_of_seconds_is_ignored(header):
+    busy = Reply(status=429, headers=(("Retry-After", header.encode().decode("latin-1")),))
+    assert ask([busy, says("1")]).answer == "1"
+
+
 @pytest.mark.parametrize("status", [400, 404])
 def test_a_status_that_will_not_pass_is_not(status):
     asked = ask([Reply(status=status)])

@@ -131,6 +131,15 @@ def test_read_score(text, score):
     assert read_score(text) == score
 
 
+def test_a_score_counts_if_the_server_took_reasoning_out_of_the_reply():
+    message = {"content": "1", "reasoning_content": "Is it 0? No."}
+    reply = {"choices": [{"message": message, "finish_reason": "stop"}]}
+    with serving(lambda *_: Reply(json.dumps(reply).encode())) as server:
+        judge = RemoteJudge(quick(server.endpoint))
+        assert judge.scores([(QUESTION, CLOSE)]) == [1.0]
+    assert judge.counts == counts(asked=1, answered=1)
+
+
 # How it fails.
 
 

@@ -227,7 +227,11 @@ def test_a_reply_cut_at_its_token_limit_is_a_truncated_turn(ask):
         (error(403, "no such plan"), r"status 403 \(.*no such plan.*\); check the key", 1),
         (error(500, "out of memory"), r"status 500 \(.*out of memory.*\); look into", 3),
         (says(None, finish="tool_calls"), "finish_reason 'tool_calls'.*without a parser", 3),
-        (parsed(content="\n", reasoning="I see."), "the reply has no text, .*without a parser", 3),
+        (
+            parsed(content="\n", reasoning="I see."),
+            "is missing or incomplete .*without a parser",
+            3,
+        ),
         (
             says(PLAN[:40], finish="abort"),
             "did not finish the reply",
@@ -343,9 +347,11 @@ def test_a_deadline_is_kept(images, small_vocabulary):
 
 
 @pytest.mark.parametrize("content", ["\n", None, [], "<answer>seven</answer>"])
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_a_reply_without_its_reasoning_is_a_failed_request_and_no_wrong_answer(ask, content, field):
-    reply = parsed(content=content, **{field: "I see."})
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "tool_calls"])
+def test_a_reply_that_a_parser_took_apart_is_a_failed_request_and_no_wrong_answer(
+    ask, content, field
+):
+    reply = parsed("stop", content=content, **{field: ["I see."]})
     episode, server = ask(lambda number, received: reply, attempts=2)
     assert episode.stop is StopReason.FAILED
     assert "without a parser" in episode.reason

@@ -264,7 +264,7 @@ MISTAKES = [
     ([*SERVER, "--dtype", "bfloat16"], "--dtype bfloat16, --tensor 1: the server at"),
     (["--benchmark", "videomm"], "--benchmark videomm: no such split; give one of videomme"),
     (["--data", ""], "--data is missing"),
-    (["--pixels", "602112", "9"], "frames.crop_max_pixels: 9"),
+    (["--pixels", "602112", "9"], "--pixels 602112 9: at least 784"),
     (["--benchmark", ""], "--benchmark is missing, and --data"),
 ]
 
@@ -427,3 +427,12 @@ def test_a_real_clip_is_played(name, more, assets, checkpoint, tmp_path):
     assert len(line["overview"]) == 4
     assert line["turns"]
     assert 0 <= line["score"] <= 1
+
+
+@pytest.mark.parametrize("name", ["endpoint", "judge"])
+def test_a_server_may_move_and_another_model_there_is_another_evaluation(name):
+    first, moved, other = (
+        BenchmarkSettings("m", "mmvu", **{name: server}).identity()
+        for server in (("http://a/v1", "m"), ("http://b:8000/v1", "m"), ("http://a/v1", "n"))
+    )
+    assert first == moved != other

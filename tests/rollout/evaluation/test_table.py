@@ -108,5 +108,9 @@ def test_the_command_prints_the_table(tmp_path, capsys):
     assert cells_of(capsys.readouterr().out, "mine")["VideoMME"] == "50.0"
     assert main(["--table", str(run), str(run)]) == 2
     assert "another evaluation of videomme in a folder mine" in capsys.readouterr().err
-    assert main(["--table", str(tmp_path)]) == 2
-    assert "summary.json: no such file" in capsys.readouterr().err
+    for unfinished in (tmp_path, run / "config.json"):
+        assert main(["--table", str(unfinished)]) == 2
+        assert "summary.json: no such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--table", str(run), "--json"])
+    assert "--json: belongs to --compare" in capsys.readouterr().err
