@@ -431,8 +431,8 @@ def test_a_real_clip_is_played(name, more, assets, checkpoint, tmp_path):
 
 @pytest.mark.parametrize("name", ["endpoint", "judge"])
 def test_a_server_may_move_and_another_model_there_is_another_evaluation(name):
+    servers: list[Any] = [("http://a/v1", "m"), ("http://b:8000/v1", "m"), ("http://a/v1", "n")]
     first, moved, other = (
-        BenchmarkSettings("m", "mmvu", **{name: server}).identity()
-        for server in (("http://a/v1", "m"), ("http://b:8000/v1", "m"), ("http://a/v1", "n"))
+        BenchmarkSettings("m", "mmvu", **{name: server}).identity() for server in servers
     )
     assert first == moved != other
