@@ -1,7 +1,6 @@
 """Compares finished runs in a Markdown table, read from each run's `result.json`.
 
 python -m paravt_extras.summary runs/tiny-0 runs/tiny-1 ...     # each run's figures, and their mean
-python -m paravt_extras.summary --table-2 runs/paravt_8b ...    # beside table 2 of the paper
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from paravt_extras.markdown import table_of_figures
-from paravt_extras.table_2 import read_finished, read_run, table_2
+from paravt_extras.report.result import read_result
 from paravt_jax.processes.exit_codes import USER_ERRORS
+from train.durable.run_folder import read_config
 
 Result = dict[str, Any]
 
@@ -96,19 +96,30 @@ def figures(result: Result) -> dict[str, float | None]:
     return values | {name.replace("_", " "): result[name] for name in checks}
 
 
+def read_finished(folder: pathlib.Path) -> Result:
+    """Return the result of a finished run.
+
+    Raises:
+        FileNotFoundError: the run is not finished.
+        RunFolderError: another version of this code made the run.
+    """
+    if not (folder / "result.json").exists():
+        raise FileNotFoundError(
+            f"{folder / 'result.json'} does not exist; give the folders of finished runs"
+        )
+    read_config(folder, "RUN")
+    return read_result(folder)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m paravt_extras.summary", description=__doc__)
     parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of finished runs")
-    parser.add_argument("--table-2", action="store_true", help="beside table 2 of the paper")
     asked = parser.parse_args(argv)
     try:
-        if asked.table_2:
-            print(table_2([line for run in asked.runs for line in read_run(run)]))
-        else:
-            by_run = {run.name: [figures(read_finished(run)[1])] for run in asked.runs}
-            everything = [values for (values,) in by_run.values()]
-            print(table_of_figures(by_run | {"mean [lowest, highest]": everything}))
+        by_run = {run.name: [figures(read_finished(run))] for run in asked.runs}
+        everything = [values for (values,) in by_run.values()]
+        print(table_of_figures(by_run | {"mean [lowest, highest]": everything}))
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

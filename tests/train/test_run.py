@@ -22,7 +22,6 @@ from benchmarks.killing import kill_again_and_again
 from models.qwen3_vl.dialect import DIALECT
 from models.weights.hf import load
 from paravt_extras.studies import gating, paradox
-from paravt_extras.table_2 import read_run
 from paravt_jax.data import tokenizer_file
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
@@ -84,14 +83,6 @@ def test_the_result_has_a_row_for_every_setting(finished, small):
             assert 0 <= row["compliance"] <= 1
             assert row["calls"] == 0 or row["dispatch"] != "none"
     assert set(result) == set(RESULT_FIELDS)
-
-
-def test_a_finished_run_has_its_lines_of_table_2(finished):
-    start, rl = read_run(finished)
-    steps = [step for step in read_metrics(finished / "metrics.jsonl") if step["phase"] == "rl"]
-    assert rl.f == pytest.approx(sum(step["format_reward"] for step in steps) / len(steps))
-    assert start.key == "sft" and start.f is not None and 0 <= start.f <= 1
-    assert "rl.frame_budgets [4, 16]" in rl.note, "what the recipe changes"
 
 
 def test_the_studies_read_a_finished_run(finished, small):
