@@ -86,7 +86,8 @@ def read(
         rules: How each frame is resized as soon as it is decoded, so that many large frames take
             little memory; None: not at all.
         decoder: Library that decodes. decord reads a file from its start, which takes long in
-            films. It only gets files that it reads exactly, and PyAV the others.
+            films. It only gets files that it reads exactly, and PyAV the others. Of a video that
+            changes its size on the way, it scales the frames of other sizes by its own filter.
 
     Returns:
         The RGB pixels of the frames, in the order of `indices`.

@@ -40,7 +40,7 @@ class DeadlineError(WorkerError):
 class Workers(Generic[_Argument, _Result]):
     """A pool of processes that call one function on submitted arguments.
 
-    Use it in a `with` block, or call `close`.
+    Use it in a `with` block, or call `close`: otherwise Python's exit waits for all calls.
 
     Args:
         function: What to call: a function of a module, or a `functools.partial` of one. It,

@@ -262,7 +262,8 @@ def render(
 ) -> tuple[WorldVideo, ...]:
     """Write the mp4 files that are missing in a folder.
 
-    An interrupted call can be repeated: files that exist are complete, and are kept.
+    An interrupted call can be repeated: files that exist are complete, and are kept. Those of
+    another world are kept as well, so give each world its own folder.
 
     Args:
         settings: The world to draw.
