@@ -211,7 +211,7 @@ def test_decoding_compiles_for_tpu_without_a_copy_of_the_pool(topology, tensor, 
             def body(state):
                 step, tokens, cache, active = state
                 positions = jnp.broadcast_to(cache.lengths, (3, b))
-                hidden, cache, _ = text.decode(tokens, positions, cache)
+                hidden, cache = text.decode(tokens, positions, cache)
                 tokens = jnp.argmax(text.logits(hidden), -1).astype(jnp.int32)
                 return step + 1, tokens, cache.advance(active), active & (step + 1 < left)
 

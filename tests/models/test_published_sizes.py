@@ -117,7 +117,7 @@ def test_flops_of_a_token_equal_those_of_the_decoding_program(size):
 
     def decode(model, kv):
         cache = DenseCache.prefilled(kv, jnp.ones((b, s - 1), bool), 1)
-        hidden, cache, _ = model.text.decode(np.zeros(b, int), np.zeros((3, b), int), cache)
+        hidden, cache = model.text.decode(np.zeros(b, int), np.zeros((3, b), int), cache)
         return model.text.logits(hidden), cache
 
     shape = jax.ShapeDtypeStruct(
