@@ -99,7 +99,7 @@ def cold_start(model, environment: Environment, data: Data, steps: int, seed: in
     updater = make_sft_updater(skeleton := Skeleton(graph), weights, settings, batches.shape)
     state = updater.start
     for step in range(steps):
-        state, _, metrics = sft_step(updater, state, batches, seed, left=steps - 1 - step)
+        state, _, metrics = sft_step(updater, state, batches, left=steps - 1 - step)
         if (step + 1) % 50 == 0:
             print(f"cold start, {step + 1} steps: loss {metrics['loss']:.2f}", flush=True)
     return skeleton, state.weights

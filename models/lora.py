@@ -34,16 +34,12 @@ class LoRASettings:
     """Columns of A and rows of B."""
     alpha: float = 32.0
     """The adapters' output is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Share of an adapter's inputs that updates drop. Sampling and the reference drop nothing."""
     targets: tuple[str, ...] = ()
     """The adapted matrices of each layer, such as q and down; empty: all of them."""
 
     def __post_init__(self):
         require_at_least("lora", self, 1, "rank")
         require_above("lora", self, 0, "alpha")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"lora.dropout: {self.dropout}; give a share from 0 to below 1")
 
     @property
     def scale(self) -> float:
@@ -56,7 +52,7 @@ class Adapter(nnx.Module):
 
     Args:
         weight: The matrix, [layers, *inputs, *outputs].
-        settings: Rank, scale and dropout.
+        settings: Rank and scale.
         key: Draws A as PEFT does: uniformly, with variance 1 / (3 * inputs).
     """
 
@@ -70,20 +66,13 @@ class Adapter(nnx.Module):
         self.a = nnx.LoRAParam(a, axes=(*axes[: 1 + inputs], "rank"), inputs=inputs)
         self.b = nnx.LoRAParam(b, axes=(axes[0], "rank", *axes[1 + inputs :]), inputs=1)
         self.scale = settings.scale
-        self.dropout = settings.dropout
 
-    def __call__(
-        self, x: Float[Array, "*n i"], key: Key[Array, ""] | None
-    ) -> Float[Array, "*n *o"]:
+    def __call__(self, x: Float[Array, "*n i"]) -> Float[Array, "*n *o"]:
         """Return what the adapter of one layer adds to the product of x and the matrix.
 
         Args:
             x: Input of the matrix, with its input axes as one.
-            key: Draws the inputs that are dropped; None: none is.
         """
-        if key is not None:
-            kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
-            x = jnp.where(kept, x / (1 - self.dropout), 0)
         a = self.a[...]
         return product(product(x, a.reshape(-1, a.shape[-1])) * self.scale, self.b[...])
 
@@ -150,11 +139,6 @@ def merge_adapters(decoder: TextDecoder) -> None:
 def cast(weights: Any, dtype: DTypeLike) -> Any:
     """Return weights in another type."""
     return jax.tree.map(lambda x: x.astype(dtype), weights)
-
-
-def drops(decoder: TextDecoder) -> bool:
-    """Return whether updates of the decoder drop inputs of adapters."""
-    return any(adapter.dropout for adapter in decoder.layers.adapters.values())
 
 
 def split(decoder: TextDecoder) -> tuple[Any, Any, Any]:

@@ -58,7 +58,6 @@ _READ = {
     "r",
     "lora_alpha",
     "use_rslora",
-    "lora_dropout",
     "modules_to_save",
 }
 # Fields that change no output of trained adapters, or that the names of the tensors repeat.
@@ -69,6 +68,7 @@ _IRRELEVANT = {
     "inference_mode",
     "layers_pattern",
     "layers_to_transform",
+    "lora_dropout",
     "megatron_core",
     "peft_version",
     "qalora_group_size",
@@ -282,7 +282,6 @@ def _config(
         "base_model_name_or_path": base,
         "inference_mode": True,
         "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
         "modules_to_save": _saved_modules(model.config, train_vision),
         "peft_type": "LORA",
         "r": settings.rank,
@@ -329,7 +328,7 @@ def _settings(folder: Path, tensors: Mapping[str, Tensor], config: ModelConfig) 
         if content.get("use_rslora"):
             # The scale is alpha / sqrt(rank).
             alpha *= math.sqrt(rank)
-        return LoRASettings(rank, alpha, content.get("lora_dropout", 0.0), tuple(targets))
+        return LoRASettings(rank, alpha, tuple(targets))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file}: damaged ({error!r}); save the adapters again") from error
 

@@ -8,7 +8,6 @@ once, as a suffix of a shared prefix, packed with other sequences, or token by t
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -19,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from models.attention import DenseCache, PagedCache, RowLayout, attend, platform
 from models.config import TextConfig, require
@@ -172,7 +171,6 @@ class DecoderLayer(nnx.Module):
             self.experts = Experts(config, rngs=rngs, param_dtype=param_dtype)
         # Of some weights, by name (`models.lora`).
         self.adapters = nnx.Dict()
-        self.dropout_key: Key[Array, ""] | None = None  # of the adapters, in an update
 
     @jax.named_scope("projections")
     def project(
@@ -208,10 +206,7 @@ class DecoderLayer(nnx.Module):
         # [n, h, d] -> [n * h, d]: the input axes as one.
         out = product(x, value.reshape(-1, *value.shape[weight.get_metadata("inputs") :]))
         if name in self.adapters:
-            key = self.dropout_key
-            if key is not None:
-                key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-            out = out + self.adapters[name](x, key)
+            out = out + self.adapters[name](x)
         return checkpoint_name(out, PRODUCT)
 
 
@@ -259,8 +254,6 @@ class TextDecoder(nnx.Module):
     ):
         self.config = config
         self.dtype = dtype
-        # Draws what the adapters of all layers drop. Only updates set it.
-        self.dropout_key: Key[Array, ""] | None = None
         shape = (config.vocab_size, config.hidden_size)
         axes = ("vocab", "embed")
         self.embedding = normal(rngs, shape, axes, 0.02, param_dtype)
@@ -309,10 +302,9 @@ class TextDecoder(nnx.Module):
         between = (ROWS,) if remat == "none" else (ROWS, "tensor")
 
         def body(x, layer):
-            params, number, layer_prefix, key = layer
+            params, number, layer_prefix = layer
             past = prefix(number) if callable(prefix) else layer_prefix
             block = nnx.merge(graph, params)
-            block.dropout_key = key
             # The name marks what a policy keeps, so it goes on the sharded copy.
             x = checkpoint_name(constrain(x, *between), LAYER_INPUT)
             x = constrain(x, ROWS)
@@ -326,14 +318,12 @@ class TextDecoder(nnx.Module):
         if visual is not None:
             x = visual.embed(x)
         layers = jnp.arange(self.config.num_hidden_layers)
-        key = self.dropout_key
-        keys = None if key is None else jax.random.split(key, len(layers))
         # KV's arrays have a leading layer axis, so the scan gives each layer its own slice.
         stacked_prefix = None if callable(prefix) else prefix
         x, kv = jax.lax.scan(
             rematerialise(body, remat),
             constrain(x, *between),
-            (state, layers, stacked_prefix, keys),
+            (state, layers, stacked_prefix),
         )
         return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
 

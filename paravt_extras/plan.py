@@ -123,14 +123,12 @@ class PlannedStep:
     """An empty micro-batch of every size, the largest first."""
     batches: Sequence[Any]
     """Inputs of the loss besides the micro-batch, one per kind of update."""
-    draw: int
-    """Length of the key for what adapters drop."""
 
     @property
     def lowerings(self) -> Iterator[Lowering]:
         """The programs of an update."""
         rows = list(itertools.product(self.microbatches, self.batches))
-        return self.updater.lowerings(self.updater.start, self.bank, rows, self.draw)
+        return self.updater.lowerings(self.updater.start, self.bank, rows)
 
 
 def sft_step(planned: PlannedModel) -> PlannedStep:
@@ -150,7 +148,7 @@ def sft_step(planned: PlannedModel) -> PlannedStep:
     microbatch = dataclasses.replace(microbatch, starts=None, shared=None)
     mask: Any = np.zeros((shape.rows, shape.tokens), bool)
     microbatch, mask = like((microbatch, mask), shardings((microbatch, mask), planned.mesh))
-    return PlannedStep(updater, planned.bank(room), [microbatch], [mask], draw=3)
+    return PlannedStep(updater, planned.bank(room), [microbatch], [mask])
 
 
 def rl_step(planned: PlannedModel) -> PlannedStep:
@@ -169,7 +167,7 @@ def rl_step(planned: PlannedModel) -> PlannedStep:
     batch = RLBatch(played, played.behaviour, jax.eval_shape(grpo.batch_totals, played))
     batches = [batch, batch.later(batch.advantages)][: run.rl.updates_per_batch]
     microbatches, batches = like((microbatches, batches), shardings((microbatches, batches), mesh))
-    return PlannedStep(updater, planned.bank(room), microbatches, batches, draw=4)
+    return PlannedStep(updater, planned.bank(room), microbatches, batches)
 
 
 def reference_lowerings(planned: PlannedModel, step: PlannedStep) -> Iterator[Lowering]:

@@ -171,7 +171,7 @@ def rl_step(
     with timed("reference", seconds):
         batch = learner.score(laid_out)
     with timed("update", seconds):
-        state, metrics = learner.update(state, batch, seed, step)
+        state, metrics = learner.update(state, batch)
         arrays = batch.laid_out
         trained = Trained(arrays.rollouts, arrays.lengths, np.asarray(batch.rollouts.advantages))
         # The sampler takes the memory of the batch, its frames' vectors above all.

@@ -35,7 +35,7 @@ def train_sft(parts: Parts, weights: Any, batches: SFTBatches, saver: Saver) -> 
         begin = time.perf_counter()
         # The measured time includes the update: its metrics are numbers here.
         left = settings.steps - step
-        state, lengths, metrics = sft_step(updater, state, batches, batches.seed, left)
+        state, lengths, metrics = sft_step(updater, state, batches, left)
         metrics["time/step"] = time.perf_counter() - begin
         saver.done(step, state, metrics, batches.get_state(), lengths)
     return state.weights

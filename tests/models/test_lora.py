@@ -75,9 +75,7 @@ def test_a_target_that_no_layer_has_is_refused():
         make_text(LoRASettings(targets=("q", "q_proj")))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("rank", 0), ("alpha", 0.0), ("alpha", float("nan")), ("dropout", 1.0)]
-)
+@pytest.mark.parametrize(("field", "value"), [("rank", 0), ("alpha", 0.0), ("alpha", float("nan"))])
 def test_settings_without_a_meaning_are_refused(field, value):
     with pytest.raises(ValueError, match=f"lora.{field}: "):
         LoRASettings(**{field: value})
@@ -90,30 +88,6 @@ def test_only_adapters_are_trained_where_there_are_any():
     _, adapters, base = split(make_text(SETTINGS))
     assert list(adapters) == ["layers"] and list(adapters["layers"]) == ["adapters"]
     assert jax.tree.structure(base) == jax.tree.structure(everything)
-
-
-def test_dropout_acts_in_updates_only_and_keeps_the_mean():
-    text = make_text(dataclasses.replace(SETTINGS, dropout=0.5))
-    plain = np.asarray(states(make_text(SETTINGS)))
-    assert (np.asarray(states(text)) == plain).all()
-
-    @nnx.jit
-    def dropped(text, number):
-        text.dropout_key = jax.random.key(number)
-        found = text(*inputs())[0]
-        text.dropout_key = None
-        return found
-
-    first, again, other = (np.asarray(dropped(text, n)) for n in (0, 0, 1))
-    assert (first == again).all()
-    assert np.abs(first - other).max() > 0.01
-    adapter = text.layers.adapters["q"]
-    one = jax.tree.map(lambda x: x[0], nnx.state(adapter))
-    layer = nnx.merge(nnx.graphdef(adapter), one)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 128)), jnp.float32)
-    drawn = jax.vmap(lambda key: layer(x, key))(jax.random.split(jax.random.key(0), 4000))
-    spread = np.asarray(drawn).std(0) / 4000**0.5
-    assert (np.abs(np.asarray(drawn).mean(0) - np.asarray(layer(x, None))) < 6 * spread).all()
 
 
 def test_a_fingerprint_depends_on_every_bit_place_and_name():

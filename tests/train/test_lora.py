@@ -44,23 +44,22 @@ def equal(a, b) -> bool:
     return all((np.asarray(x) == np.asarray(y)).all() for x, y in pairs)
 
 
-def cold_start(road, dropout: float = 0.0, seed: int = 0, steps: int = 2, microbatches: int = 1):
-    """The adapters after some steps of SFT."""
-    lora = dataclasses.replace(LORA, dropout=dropout)
+def cold_start(road):
+    """The adapters after two steps of SFT."""
     model = nnx.merge(road.graph, road.weights, road.frozen)
     model.layers.adapters = nnx.Dict()
-    add_adapters(model, lora, seed=0)
+    add_adapters(model, LORA, seed=0)
     graph, weights, frozen = split(model)
-    settings = dataclasses.replace(road.run.sft, microbatches=microbatches)
+    settings = dataclasses.replace(road.run.sft, microbatches=1)
     mesh = make_mesh()
     weights, frozen = (
         jax.device_put(host(state), param_shardings(state, mesh)) for state in (weights, frozen)
     )
-    batches = SFTBatches(settings, road.data, None, seed, road.environment, mesh)
+    batches = SFTBatches(settings, road.data, None, 0, road.environment, mesh)
     updater = make_sft_updater(Skeleton(graph, frozen), weights, settings, batches.shape)
     state = updater.start
-    for left in reversed(range(steps)):
-        state, _, metrics = sft_step(updater, state, batches, seed, left)
+    for left in (1, 0):
+        state, _, metrics = sft_step(updater, state, batches, left)
     return host(state.weights), metrics
 
 
@@ -73,20 +72,6 @@ def test_a_cold_start_trains_adapters_and_nothing_else(adapted):
         assert np.abs(leaf).max() > 0, path
     assert not equal(weights, before[0])
     assert equal(adapted.frozen, before[1])
-
-
-@pytest.mark.slow
-def test_dropout_repeats_with_the_seed_and_differs_between_steps_and_parts(adapted):
-    plain, _ = cold_start(adapted)
-    first, _ = cold_start(adapted, dropout=0.3)
-    again, _ = cold_start(adapted, dropout=0.3)
-    parts, _ = cold_start(adapted, dropout=0.3, microbatches=2)
-    whole, _ = cold_start(adapted, microbatches=2)
-    assert equal(first, again)
-    assert not equal(first, plain)
-    assert not equal(parts, first)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
 
 
 def test_training_and_engine_share_one_base(adapted):
@@ -106,10 +91,8 @@ def test_training_and_engine_share_one_base(adapted):
 
 @pytest.mark.slow
 def test_the_reference_is_the_base_with_the_adapters_that_rl_starts_from(adapted, small):
-    """Before the first update nothing has moved, so the KL term is 0. Only updates drop inputs:
-    neither the sampler's log-probs nor those of the reference change."""
-    lora = dataclasses.replace(LORA, dropout=0.5)
-    road = small.lay_road(dataclasses.replace(adapted.run, lora=lora), adapted.data)
+    """Before the first update nothing has moved, so the KL term is 0."""
+    road = small.lay_road(adapted.run, adapted.data)
     bare = road_learner(road).reference
     rng = np.random.default_rng(0)
     # As after a cold start: adapters that change what the base computes.
@@ -123,17 +106,13 @@ def test_the_reference_is_the_base_with_the_adapters_that_rl_starts_from(adapted
             learner.reference = reference
         actor_of(learner, engine, road.environment).load(learner.start.weights, 0)
         questions = road.data.questions[:2]
-        state, metrics = take_step(
-            learner, learner.start, engine, road.environment, questions, seed=0
-        )
-        return host(state.weights), metrics
+        _, metrics = take_step(learner, learner.start, engine, road.environment, questions, seed=0)
+        return metrics
 
-    weights, metrics = first_step()
+    metrics = first_step()
     assert abs(metrics["kl_reference"]) < 1e-5
-    assert metrics["logprob_gap"] > 1e-2
-    # What is dropped repeats.
-    assert equal(first_step()[0], weights)
-    assert abs(first_step(bare)[1]["kl_reference"]) > 1e-2
+    assert metrics["logprob_gap"] < 1e-4
+    assert abs(first_step(bare)["kl_reference"]) > 1e-2
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def require_same_cold_start(road: Any, **axes: int) -> None:
     updater = make_sft_updater(skeleton, weights, settings, batches.shape)
     step = next(batches)
     rows = [(step.microbatches[0], step.mask)]
-    real = updater.lowerings(updater.start, step.bank, rows, draw=3)
+    real = updater.lowerings(updater.start, step.bank, rows)
     planned = sft_step(PlannedModel.of(road.run, mesh, road.model.config))
     bank: Any = planned.bank.cached
     shape = step.bank.cached.shape

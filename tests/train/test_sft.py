@@ -104,7 +104,7 @@ def test_a_step_trains_on_the_responses_of_agents(road):
 def test_the_loss_is_a_mean_over_tokens(road, updater, start, one_batch):
     """With weights of zero every token costs log(vocabulary)."""
     state = dataclasses.replace(start, weights=jax.tree.map(lambda x: x * 0, start.weights))
-    _, lengths, figures = sft_step(updater, state, one_batch, 0, 1)
+    _, lengths, figures = sft_step(updater, state, one_batch, 1)
     assert figures["loss"] == pytest.approx(np.log(road.model.config.text.vocab_size), rel=1e-5)
     step = next(one_batch)
     assert figures["tokens"] == np.asarray(step.mask).sum()
@@ -172,7 +172,7 @@ def test_the_next_batches_are_prepared_during_an_update(road, updater, monkeypat
             return 0.0
 
     # Updates are only dispatched.
-    def gradients(weights, bank, microbatches, batch, draw):
+    def gradients(weights, bank, microbatches, batch):
         encoded.append(features.encoded_frames)
         expected = next(plain)
         wanted = (expected.bank, expected.microbatches, expected.mask)
@@ -187,7 +187,7 @@ def test_the_next_batches_are_prepared_during_an_update(road, updater, monkeypat
     monkeypatch.setattr(updater, "apply", lambda state, gradients: (state, 1.0))
     state = TrainState(None, None, jnp.int32(0))
     for step in range(4):
-        _, _, metrics = sft_step(updater, state, steps, 0, left=3 - step)
+        _, _, metrics = sft_step(updater, state, steps, left=3 - step)
         assert (metrics["loss"], metrics["missing"]) == (0.0, 0.0)
         assert steps.get_state() == plain.get_state()
     # Frames that were encoded at the start of each update, and at its end.
@@ -201,7 +201,7 @@ def test_the_next_batches_are_prepared_during_an_update(road, updater, monkeypat
 def test_steps_on_the_same_batch_lower_its_loss(updater, start, one_batch):
     state, losses = start, []
     for _ in range(4):
-        state, _, figures = sft_step(updater, state, one_batch, 0, 1)
+        state, _, figures = sft_step(updater, state, one_batch, 1)
         losses.append(figures["loss"])
     assert int(state.step) == 4 and losses[-1] < losses[0] - 0.5, losses
 

@@ -271,7 +271,7 @@ def sft_step(
     rows = tuple(put(part, mesh) for part in own.microbatches)
     batch = put(own.mask, mesh)
     bank = updater.put_bank(own.visual, own.grids)
-    gradients, metrics = updater.gradients(updater.start.weights, bank, rows, batch, (0, 0))
+    gradients, metrics = updater.gradients(updater.start.weights, bank, rows, batch)
     state, norm = updater.apply(updater.start, gradients)
     return state, to_floats(metrics | {"grad_norm": [norm]})
 

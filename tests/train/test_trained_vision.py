@@ -117,7 +117,7 @@ def test_the_gradient_of_a_step_is_that_of_one_function_of_all_trained_weights(
     scored = learner.score(learner.lay_out(played, thawed.environment, 0))
     parts, batch = scored.microbatches, scored.rollouts
     weights = thawed.fresh()
-    ours, _ = learner.updater.gradients(weights, scored.bank, parts, batch, (0, 0, 0))
+    ours, _ = learner.updater.gradients(weights, scored.bank, parts, batch)
 
     frames = [
         frame
@@ -218,7 +218,7 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
     loss = sft_loss(settings)
     updater = make_sft_updater(skeleton_of(thawed), thawed.fresh(), settings, batches.shape)
     weights = updater.start.weights
-    ours, _ = updater.gradients(weights, step.bank, step.microbatches, step.mask, (0, 0))
+    ours, _ = updater.gradients(weights, step.bank, step.microbatches, step.mask)
 
     cached = np.asarray(step.bank.cached)[0]
     count = int((np.asarray(part.ids) == thawed.image).sum())

@@ -50,8 +50,7 @@ MAY_CHANGE = (
     "rl.remat",
 )
 """Settings that may change when a run resumes. They decide whether it continues, and on which
-devices. Results stay the same, up to the rounding that another mesh brings; only dropout of
-adapters is drawn anew with another number of replicas."""
+devices. Results stay the same, up to the rounding that another mesh brings."""
 
 _LOCK = ".lock"
 _CONFIG = "config.json"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -315,24 +314,23 @@ def in_replicas(function: Gradients, mesh: Mesh | None) -> Gradients:
     """Run `function` in every replica, each with its own rows of the batch.
 
     Args:
-        function: `f(arrays, sums, batch, number=()) -> (sums, metrics)`. Arrays are the same in all
-            replicas, `sums` may be None, and with several replicas `number` has that of the
-            replica, to draw with.
+        function: `f(arrays, sums, batch) -> (sums, metrics)`. Arrays are the same in all replicas,
+            and `sums` may be None.
         mesh: The mesh.
 
     Returns:
-        The same function for all rows, without `number`. The first axis of its sums counts
-        replicas. Its metrics are sums over replicas, or the maximum for `*_max`.
+        The same function for all rows. The first axis of its sums counts replicas. Its metrics are
+        sums over replicas, or the maximum for `*_max`.
     """
     if replicas(mesh) == 1:
-        return functools.partial(function, number=())
+        return function
 
     def of_all(arrays: Any, sums: Any, batch: Any) -> tuple[Any, Any]:
         def local(arrays: Any, sums: Any, rows: Any, numbers: Any) -> tuple[Any, Any]:
             # [1, ...] -> [...], and back.
             sums, number = jax.tree.map(lambda x: x[0], (sums, numbers))
             rows = tuple(_in_replica(tree, number) for tree in rows)
-            sums, metrics = function(arrays, sums, rows, number=(number,))
+            sums, metrics = function(arrays, sums, rows)
             return jax.tree.map(lambda x: x[None], sums), _of_all_rows(metrics)
 
         return jax.shard_map(

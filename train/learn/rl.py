@@ -177,27 +177,21 @@ class Learner:
         every = {name: [value] for name, value in metrics.items()}
         return ScoredBatch(batch.laid_out, batch.bank, batch.microbatches, rollouts, every)
 
-    def update(
-        self, state: TrainState, batch: ScoredBatch, seed: int, step: int
-    ) -> tuple[TrainState, dict[str, float]]:
+    def update(self, state: TrainState, batch: ScoredBatch) -> tuple[TrainState, dict[str, float]]:
         """Make all updates of a step, and wait for them.
 
         Args:
             state: The state before the step; donated. `state.step` counts updates, of which each
                 step makes `updates_per_batch`.
             batch: The step's rollouts, from `score`.
-            seed: Seed of the run. With the numbers of step, update and micro-batch, it decides
-                what adapters drop.
-            step: Number of the step, from 0.
 
         Returns:
             The new state, and the metrics of the loss: means over the updates.
         """
         rollouts, updates = batch.rollouts, []
-        for number in range(self.settings.updates_per_batch):
-            draw = (seed % 2**32, step, number)
+        for _ in range(self.settings.updates_per_batch):
             gradients, metrics = self.updater.gradients(
-                state.weights, batch.bank, batch.microbatches, rollouts, draw
+                state.weights, batch.bank, batch.microbatches, rollouts
             )
             state, norm = self.updater.apply(state, gradients)
             rollouts = self._after_the_first(rollouts, metrics)
@@ -225,9 +219,7 @@ class Learner:
         self.reference_logprobs(batch.bank, batch.microbatches)
         rollouts = batch.rollouts
         for _ in range(min(2, self.settings.updates_per_batch)):
-            _, metrics = self.updater.gradients(
-                weights, batch.bank, batch.microbatches, rollouts, (0, 0, 0)
-            )
+            _, metrics = self.updater.gradients(weights, batch.bank, batch.microbatches, rollouts)
             rollouts = self._after_the_first(rollouts, metrics)
 
     def lowerings(self, state: TrainState, features: FrameFeatures) -> Iterator[Lowering]:
@@ -242,7 +234,7 @@ class Learner:
         if self.settings.updates_per_batch > 1:
             batches.append(first.later(like(first.advantages, self._whole)))
         rows = [(microbatch, batch) for microbatch in microbatches for batch in batches]
-        yield from self.updater.lowerings(state, bank, rows, draw=4)
+        yield from self.updater.lowerings(state, bank, rows)
         _, vision = split_vision(state.weights)
         visual = self.updater.abstract_visual(vision, bank)
         reference, reference_vision = split_vision(like(self.reference, self._weight_shardings))

@@ -152,7 +152,7 @@ def make_sft_updater(
 
 
 def sft_step(
-    updater: Updater, state: TrainState, batches: SFTBatches, seed: int, left: int
+    updater: Updater, state: TrainState, batches: SFTBatches, left: int
 ) -> tuple[TrainState, tuple[GroupLengths, ...], dict[str, float]]:
     """Update once, and prepare the next batches while the devices compute.
 
@@ -160,7 +160,6 @@ def sft_step(
         updater: From `make_sft_updater`.
         state: The state before the update, which is donated.
         batches: The batches.
-        seed: With the number of the update, decides what adapters drop.
         left: Number of steps after this one.
 
     Returns:
@@ -171,9 +170,8 @@ def sft_step(
         batches.prepare(left + 1)
         step = next(batches)
     with jax.profiler.TraceAnnotation("update"):
-        draw = (seed % 2**32, int(state.step))
         gradients, metrics = updater.gradients(
-            state.weights, step.bank, step.microbatches, step.mask, draw
+            state.weights, step.bank, step.microbatches, step.mask
         )
         state, norm = updater.apply(state, gradients)
         # The programs are only dispatched so far. `to_floats` waits for them.
@@ -234,7 +232,6 @@ class SFTBatches:
         mesh: Mesh,
     ):
         self.settings = settings
-        self.seed = seed
         self._data = data
         self._mesh = mesh
         self._protocol = environment.protocol
@@ -288,7 +285,7 @@ class SFTBatches:
         empty = self._lay_out([], {})
         mask = np.zeros((self.shape.rows, self.shape.tokens), bool)
         rows = [(empty.microbatches[0], put(mask, self._mesh))]
-        yield from updater.lowerings(state, empty.bank, rows, draw=3)
+        yield from updater.lowerings(state, empty.bank, rows)
         yield from self._features.lowerings(self._data.sizes)
 
     def prepare(self, left: int) -> None:

@@ -20,13 +20,11 @@ from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float
 
-from models.lora import drops
 from models.remat import Remat
 from models.sharding import (
     ROWS,
@@ -164,7 +162,7 @@ def make_logprobs(skeleton: Skeleton, temperature: float, mesh: Mesh) -> MeshPro
         `f(weights, visual, Microbatch) -> float32[r, u]`.
     """
 
-    def score(arrays: Any, _: None, batch: Any, number: Any) -> tuple[None, dict[str, jax.Array]]:
+    def score(arrays: Any, _: None, batch: Any) -> tuple[None, dict[str, jax.Array]]:
         frozen, weights, visual = arrays
         (rows,) = batch
         text = skeleton.decoder(weights, frozen)
@@ -185,9 +183,8 @@ class Update(NamedTuple):
     """`f(of) -> gradients`, all zero, of the decoder's trained weights; or of a pair of these and
     the visual vectors, if these are differentiated too."""
     add: MeshProgram
-    """`f(weights, gradients, visual, microbatch, batch, draw=...) -> (gradients, metrics)`. The
-    gradients are donated; None: there are none so far. `draw` decides what adapters drop: seed,
-    step, update and micro-batch."""
+    """`f(weights, gradients, visual, microbatch, batch) -> (gradients, metrics)`. The gradients are
+    donated; None: there are none so far."""
     apply: MeshProgram
     """`f(state, gradients) -> (state, grad_norm)`. The state is donated."""
 
@@ -218,17 +215,12 @@ def make_update(
     def zero_gradients(of: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(sums_shape(x.shape, mesh), jnp.float32), of)
 
-    def loss_and_grads(
-        arrays: Any, total: Any, rows: Any, number: Any
-    ) -> tuple[Any, dict[str, Array]]:
-        frozen, weights, visual, draw = arrays
+    def loss_and_grads(arrays: Any, total: Any, rows: Any) -> tuple[Any, dict[str, Array]]:
+        frozen, weights, visual = arrays
 
         @jax.named_scope("forward")
         def value(weights: Any, visual: Array) -> Any:
-            decoder = skeleton.decoder(weights, frozen)
-            if drops(decoder):
-                decoder.dropout_key = _dropout_key((*draw, *number))
-            return loss(decoder, visual, *rows)
+            return loss(skeleton.decoder(weights, frozen), visual, *rows)
 
         (value_of_part, metrics), grads = jax.value_and_grad(value, wanted, has_aux=True)(
             weights, visual
@@ -240,9 +232,9 @@ def make_update(
 
     # Not `add`: the log of compilations names functions, and jnp.add has that name.
     def add_gradients(
-        frozen: Any, weights: Any, total: Any, visual: Array, *rows: Any, draw: Any = (0,)
+        frozen: Any, weights: Any, total: Any, visual: Array, *rows: Any
     ) -> tuple[Any, dict[str, Array]]:
-        return in_replicas(loss_and_grads, mesh)((frozen, weights, visual, draw), total, rows)
+        return in_replicas(loss_and_grads, mesh)((frozen, weights, visual), total, rows)
 
     @jax.named_scope("optimizer")
     def apply_gradients(state: TrainState, total: Any) -> tuple[TrainState, Array]:
@@ -263,11 +255,6 @@ def make_update(
         MeshProgram(add, mesh, (skeleton.frozen,)),
         MeshProgram(apply, mesh),
     )
-
-
-def _dropout_key(draw: Sequence[Any]) -> Array:
-    """Return the key of these numbers, of which the first is a seed."""
-    return functools.reduce(jax.random.fold_in, draw[1:], jax.random.key(draw[0]))
 
 
 class VisionPrograms(NamedTuple):
@@ -356,7 +343,6 @@ class Updater:
         bank: Bank,
         microbatches: Sequence[Microbatch],
         batch: Any,
-        draw: Sequence[int],
     ) -> tuple[Any, MicrobatchMetrics]:
         """Return the gradients of a batch, and the metrics of every micro-batch.
 
@@ -368,7 +354,6 @@ class Updater:
             bank: What is cached of the step's frames.
             microbatches: Packed rows.
             batch: What else the loss reads, of the whole batch.
-            draw: With the number of a micro-batch, decides what adapters drop; a seed first.
         """
         text, vision = split_vision(weights)
         visual = self.visual(vision, bank)
@@ -376,9 +361,8 @@ class Updater:
         if self._accumulates:
             total = self.programs.start(text if self.vision is None else (text, visual))
         metrics: MicrobatchMetrics = {}
-        for number, microbatch in enumerate(microbatches):
-            numbers = np.array((*draw, number), np.uint32)
-            total, figures = self.programs.add(text, total, visual, microbatch, batch, draw=numbers)
+        for microbatch in microbatches:
+            total, figures = self.programs.add(text, total, visual, microbatch, batch)
             for name, value in figures.items():
                 metrics.setdefault(name, []).append(value)
         if self.vision is None:
@@ -395,7 +379,6 @@ class Updater:
         state: TrainState,
         bank: Bank,
         rows: Sequence[tuple[Microbatch, Any]],
-        draw: int,
     ) -> Iterator[Lowering]:
         """Return the programs of an update, those that take long to compile first.
 
@@ -403,7 +386,6 @@ class Updater:
             state: The current state.
             bank: The bank of any step.
             rows: A micro-batch of every size, each with what else the loss reads.
-            draw: How many numbers decide what adapters drop.
         """
         text, vision = split_vision(state.weights)
         total = sums_of(text, self.mesh)
@@ -415,10 +397,9 @@ class Updater:
             sums, total = (total, of_visual), merge_vision(total, like(vision, whole))
             yield functools.partial(self.vision.gradients.lower, vision, bank, of_visual)
             yield functools.partial(self.vision.encode.lower, vision, bank)
-        numbers = np.zeros(draw, np.uint32)
         for microbatch, batch in rows:
             arguments = (text, sums if self._accumulates else None, visual, microbatch, batch)
-            yield functools.partial(self.programs.add.lower, *arguments, draw=numbers)
+            yield functools.partial(self.programs.add.lower, *arguments)
         yield functools.partial(self.programs.apply.lower, state, total)
 
     def abstract_visual(self, vision: Any, bank: Bank) -> Any:
