@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -17,7 +16,6 @@ from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import Rules
-from paravt_jax.remote.judge import RemoteJudge
 from rollout.engine.engine import Engine
 from tests.paravt_jax.judge_server import Reply, says, serving
 from train.actor import EngineActor
@@ -63,12 +61,9 @@ def evaluated(road, small, monkeypatch):
             sampler.load(weights, version)
             return 0
 
-    @contextlib.contextmanager
-    def scripted(run, data, parts, environment, weights, judge=None) -> Iterator[EngineActor]:
-        rewards = run.rl.rewards
-        judge = None if rewards.judge is None else RemoteJudge(rewards.judge)
+    def scripted(run, data, parts, environment, weights, judge=None) -> EngineActor:
         scores = judge or Rules()
-        yield EngineActor(Script(), road.environment, scores, NoSync(), remote=judge)
+        return EngineActor(Script(), road.environment, scores, NoSync(), remote=judge)
 
     def untrained(parts, weights, batches, saver) -> Any:
         """The cold start without a step."""
