@@ -259,8 +259,12 @@ def state_bytes(run: Run) -> float:
         return 16e6
     model = abstract_model(run.model.config(), param_dtype=run.param_dtype, lora=run.lora)
     _, trained, _ = split(model, run.train_vision)
-    phases = [phase for phase in (run.sft, run.rl) if phase is not None]
-    moments = [jax.eval_shape(make_optimizer(x.optimizer).init, trained) for x in phases]
+    optimizers = []
+    if run.sft is not None:
+        optimizers.append(make_optimizer(run.sft.optimizer))
+    if run.rl is not None:
+        optimizers.append(make_optimizer(run.rl.optimizer, run.model.dtype))
+    moments = [jax.eval_shape(optimizer.init, trained) for optimizer in optimizers]
     tower = nnx.state(model.vision) if run.lora is None else ()
     return total_bytes((trained, tower)) + max(map(total_bytes, moments), default=0.0)
 
