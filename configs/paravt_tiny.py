@@ -20,7 +20,7 @@ def paravt_tiny() -> Run:
 
     Command: python -m train.run --config=paravt_tiny
 
-    Takes about 11 minutes on 2 cores. Measured: docs/results.md.
+    Takes about 12 minutes on 2 cores. Measured: docs/results.md.
     """
     return Run(
         name="paravt_tiny",

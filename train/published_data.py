@@ -28,7 +28,7 @@ class DataSettings:
     frames: int = 64
     """Largest number of frames per video in a demonstration; up to that, one per second."""
     decoder: Decoder = "pyav"
-    """Library that decodes frames; the pixels are equal. decord needs local files."""
+    """Library that decodes frames; docs/data.md compares them. decord needs local files."""
     questions: str = ""
     """File of your own questions (JSON or CSV), on videos in `media`; replaces `annotations`."""
 
