@@ -25,6 +25,7 @@ import jax
 import tyro
 
 from configs.paravt_tiny import paravt_tiny, sft_tiny
+from models.device_memory import reuse_freed_memory
 from models.lora import LoRASettings
 from models.sharding import make_mesh
 from paravt_extras.fit import total_bytes
@@ -36,7 +37,6 @@ from paravt_extras.studies.study import Figures
 from paravt_extras.summary import SummaryLine
 from paravt_jax.data.stored import write_atomically
 from train.data import Data
-from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import Checkpoints
 from train.durable.run_folder import claim_folder
 from train.learn.optimizer import OptimizerSettings

@@ -36,6 +36,7 @@ from jaxtyping import Float, Int
 
 from models.attention import DenseCache
 from models.config import ModelConfig, VisionConfig
+from models.device_memory import reuse_freed_memory
 from models.family import family
 from models.flops import flops_per_token
 from models.qwen3_vl.config import Qwen3VLConfig
@@ -46,7 +47,6 @@ from models.vision import frame_layout
 from models.weights import hf
 from models.weights.hf_config import to_hf
 from paravt_jax.data.any_path import require_local
-from train.durable.allocator import reuse_freed_memory
 
 JOBS = {"prefill": 3, "decode": 3, "train": 2}
 """Timed calls of each job per round."""

@@ -1,7 +1,8 @@
-"""How many bytes programs may use on a device, and on its host."""
+"""How many bytes programs may use on a device, and on its host; how the host reuses them."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pathlib
 from collections.abc import Sequence
@@ -13,6 +14,10 @@ import jax
 MEMORY_LIMITS = tuple(
     pathlib.Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")
 )
+# Parameters of mallopt, from glibc's malloc.h.
+_TRIM_THRESHOLD = -1
+_MMAP_MAX = -4
+_ARENA_MAX = -8
 
 
 def host_memory() -> float:
@@ -50,3 +55,22 @@ def used_memory(devices: Sequence[Any]) -> list[tuple[int, int]]:
         for count in counts
         if "bytes_in_use" in count and "peak_bytes_in_use" in count
     ]
+
+
+def reuse_freed_memory() -> None:
+    """Make glibc reuse freed memory in this process. Changes speed only; a no-op without glibc.
+
+    XLA on CPU allocates its buffers anew for every call. By default glibc returns large buffers to
+    the kernel, and the kernel zeroes every page that it hands out again. That can cost more time
+    than the computation itself.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    # Large buffers come from the heap, never from mmap: freeing a mapping returns it at once.
+    mallopt(_MMAP_MAX, 0)
+    # The heap never shrinks.
+    mallopt(_TRIM_THRESHOLD, -1)
+    # All threads share one heap, so that each can reuse what another has freed.
+    mallopt(_ARENA_MAX, 1)

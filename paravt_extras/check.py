@@ -18,6 +18,7 @@ from typing import Any
 import huggingface_hub
 import jax
 from flax import nnx
+from tqdm import tqdm
 
 from models import gpu
 from models.device_memory import host_memory
@@ -33,7 +34,6 @@ from paravt_jax.data.question_files import read_questions
 from paravt_jax.data.sources import is_hub_id
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, USER_ERRORS, UserError
-from paravt_jax.progress import size
 from train.durable.checkpoint import KEEP
 from train.durable.run_folder import RunFolder
 from train.learn.optimizer import make_optimizer
@@ -161,7 +161,7 @@ def _devices(run: Run, devices: Devices) -> str:
 def _host_memory(run: Run) -> str:
     """Require memory for the cached frames and this host's share of a checkpoint."""
     needed = run.frames.cache_mib * 2.0**20 + state_bytes(run) / jax.process_count()
-    memory = f"{size(host_memory())}; frames and a checkpoint take {size(needed)}"
+    memory = f"{_size(host_memory())}; frames and a checkpoint take {_size(needed)}"
     if needed > host_memory() and run.model.size != "tiny":
         raise ValueError(f"{memory}; use more hosts, or a lower --frames.cache-mib")
     return memory
@@ -186,7 +186,7 @@ def _weights(run: Run) -> str:
         raise FileNotFoundError(
             f"{path}: no {tokenizer_file.FILE}; copy that of the published model to {folder}"
         )
-    return f"{path}: {size(sum(file.stat().st_size for file in folder.glob('*.safetensors')))}"
+    return f"{path}: {_size(sum(file.stat().st_size for file in folder.glob('*.safetensors')))}"
 
 
 def _questions(run: Run) -> str:
@@ -224,7 +224,7 @@ def _on_the_hub(name: str, kind: str) -> str:
             f"{name}: not here, {type(error).__name__} from the hub; check the name, log in (hf "
             "auth login), or copy its files here and name the folder"
         ) from error
-    return f"{name}: {size(sum(f.size or 0 for f in info.siblings))}, which the run downloads"
+    return f"{name}: {_size(sum(f.size or 0 for f in info.siblings))}, which the run downloads"
 
 
 def _disk(run: Run, run_folder: RunFolder) -> str:
@@ -237,7 +237,7 @@ def _disk(run: Run, run_folder: RunFolder) -> str:
     there = sum(file.stat().st_size for file in run_folder.folder.rglob("*") if file.is_file())
     existing = next(x for x in (run_folder.folder, *run_folder.folder.parents) if x.exists())
     free = shutil.disk_usage(existing).free
-    room = f"{existing}: {size(free)} free; checkpoints and export take {size(needed)}"
+    room = f"{existing}: {_size(free)} free; checkpoints and export take {_size(needed)}"
     if free + there < needed and run.model.size != "tiny":
         raise OSError(f"{room}; make room, or give --run-dir on another disk")
     return room
@@ -247,6 +247,10 @@ def _run_directory(settings: dict[str, Any], run_folder: RunFolder) -> str:
     """Require a folder that is new or of this run."""
     continues = run_folder.require_usable(settings)
     return f"{run_folder.shown}: {'continues' if continues else 'new'}"
+
+
+def _size(count: float) -> str:
+    return tqdm.format_sizeof(count, "B")
 
 
 # --- sizes, from the shapes of the model ---

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from paravt_jax.command_name import command_name
 from paravt_jax.data import sources
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.archives import SUFFIXES, unpack
@@ -24,7 +23,7 @@ from paravt_jax.processes.exit_codes import USER_ERRORS
 from rollout.evaluation.benchmarks import BENCHMARKS, Benchmark
 
 _JOINED = ".joined"
-_PROG = command_name("python -m paravt_extras.download")
+_PROG = "python -m paravt_extras.download"
 
 
 def download(name: str, folder: pathlib.Path) -> None:

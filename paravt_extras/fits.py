@@ -13,7 +13,6 @@ from configs import RECIPES
 from models import gpu
 from paravt_extras.fit import GIB, fit, smallest_slices
 from paravt_extras.slices import Devices, Topology, found_devices
-from paravt_jax.command_name import command_name
 from train.settings import Run
 
 _RECIPES = ("paravt_8b_lora", "paravt_4b_lora", "paravt_2b_lora", "paravt_tiny")
@@ -21,7 +20,7 @@ _RECIPES = ("paravt_8b_lora", "paravt_4b_lora", "paravt_2b_lora", "paravt_tiny")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns 0 if the first recipe fits, 1 if not, 2 for a wrong argument."""
-    parser = argparse.ArgumentParser(prog=command_name("python -m paravt_extras.fits"))
+    parser = argparse.ArgumentParser(prog="python -m paravt_extras.fits")
     parser.description = "Says which recipes fit the devices of this machine."
     parser.add_argument(
         "recipes",

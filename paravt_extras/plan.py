@@ -38,7 +38,6 @@ from models.trained import Skeleton, TrainedVision, cached_shape, split, split_v
 from models.vision import encoding_weights, frame_layout
 from paravt_extras.fit import GIB, fit, mesh_sizes
 from paravt_extras.slices import Chip, Topology
-from paravt_jax.command_name import command_name
 from paravt_jax.method import grpo
 from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.engine.runner import ModelRunner
@@ -364,7 +363,7 @@ def print_plan(chosen: Sequence[Program], chip: Chip) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns 0 if the run fits, 1 if not, 2 for a mistake in the arguments."""
     parser = argparse.ArgumentParser(
-        prog=command_name("python -m paravt_extras.plan"),
+        prog="python -m paravt_extras.plan",
         description=__doc__,
         add_help=False,
         allow_abbrev=False,

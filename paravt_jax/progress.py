@@ -1,7 +1,4 @@
-"""Shows progress on one line: fraction done, time left, rate and the latest figures.
-
-`size` writes numbers of bytes.
-"""
+"""Shows progress on one line: fraction done, time left, rate and the latest figures."""
 
 from __future__ import annotations
 
@@ -69,12 +66,3 @@ class Progress:
         # The escape sequence clears the rest of the line.
         text = f"\r{line}\x1b[K" if self._on_terminal else f"{line}\n"
         print(text, end="", file=sys.stderr, flush=True)
-
-
-def size(count: float) -> str:
-    """Return a number of bytes in decimal units: "17.5 GB", "320 MB"."""
-    if count >= 1e9:
-        return f"{count / 1e9:,.1f} GB" if count < 1e11 else f"{count / 1e9:,.0f} GB"
-    if count >= 1e6:
-        return f"{count / 1e6:.0f} MB"
-    return f"{count / 1e3:.0f} kB"

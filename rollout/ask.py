@@ -28,7 +28,6 @@ from models.features import FrameFeatures, FrameSettings
 from models.model import VisionLanguageModel
 from models.peft_folder import base_folder, load
 from models.weights.folder import local_folder
-from paravt_jax.command_name import command_name
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.foreign import read_srt
@@ -236,7 +235,7 @@ class AskSettings:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
     gpu.reserve_memory()
-    prog = command_name("python -m rollout.ask")
+    prog = "python -m rollout.ask"
     asked = tyro.cli(AskSettings, args=argv, prog=prog, description=__doc__)
     try:
         _answer(asked)

@@ -17,14 +17,13 @@ import tyro
 from models import gpu
 from paravt_extras.compare import compare, comparison_text
 from paravt_extras.table_1 import table_1
-from paravt_jax.command_name import command_name
 from paravt_jax.processes import cluster
 from paravt_jax.processes.exit_codes import FAILED, LOST, USAGE, USER_ERRORS, exit_code
 from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
 
-_PROG = command_name("python -m rollout.evaluate")
+_PROG = "python -m rollout.evaluate"
 # Blank lines: the help would join single lines.
 _MODES = "\n\n".join(
     [

@@ -13,8 +13,6 @@ from typing import TypeVar
 
 import tyro
 
-from paravt_jax.command_name import command_name
-
 SettingsT = TypeVar("SettingsT")
 
 
@@ -44,7 +42,7 @@ def parse(
             rejected by a dataclass's `__post_init__`.
     """
     parser = argparse.ArgumentParser(
-        prog=command_name(prog),
+        prog=prog,
         usage="%(prog)s --config=NAME [--field value ...]",
         epilog="\n".join(["recipes:", *_described(recipes)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -6,8 +6,7 @@ import importlib
 import os
 import sys
 
-from paravt_jax.command_name import SCRIPT
-
+SCRIPT = "paravt"
 _USAGE = 2  # the exit code of argparse and tyro for a wrong command line
 
 # The command behind each word, as `python -m` takes it, and what it does.

@@ -30,7 +30,6 @@ from models.peft_folder import base_fingerprint
 from models.trained import trained_state
 from models.weights.hf import load
 from models.weights.hf_config import from_hf
-from paravt_jax.command_name import command_name
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import any_path, require_folder_or_bucket
 from paravt_jax.data.buckets import appearing_at
@@ -182,7 +181,7 @@ def _adapted_base(
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax says that it only reads
-    command = tyro.cli(Export, args=argv, prog=command_name("python -m train.export"))
+    command = tyro.cli(Export, args=argv, prog="python -m train.export")
     try:
         export(command)
     except USER_ERRORS as error:

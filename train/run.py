@@ -27,13 +27,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from configs import RECIPES
 from models import gpu
 from models.compile_cache import use_cache
+from models.device_memory import reuse_freed_memory
 from models.model import VisionLanguageModel
 from models.sharding import make_mesh
 from paravt_extras.check import as_text, check, require_ready
 from paravt_extras.fit import fit
 from paravt_extras.report.finish import final_report
 from paravt_extras.slices import found_devices
-from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import is_bucket
 from paravt_jax.data.stored import as_json
 from paravt_jax.method.records import Question
@@ -43,7 +43,6 @@ from paravt_jax.remote.judge import RemoteJudge
 from train.actor import open_actor, open_environment
 from train.cli import parse
 from train.data import Data, QuestionStream
-from train.durable.allocator import reuse_freed_memory
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, format_seconds
 from train.durable.run_folder import RunFolder
@@ -298,7 +297,7 @@ def _silence_stacks() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog=command_name("python -m train.run"),
+        prog="python -m train.run",
         usage="%(prog)s --config=NAME [--check] [--field value ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

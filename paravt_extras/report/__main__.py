@@ -7,14 +7,13 @@ import pathlib
 import sys
 
 from paravt_extras.report.page import write_report
-from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import require_local
 from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    prog = command_name("python -m paravt_extras.report")
+    prog = "python -m paravt_extras.report"
     parser = argparse.ArgumentParser(prog=prog, description="Writes the page of a run anew.")
     parser.add_argument("run_dir", help="local directory of a run, such as runs/mine")
     run_dir = parser.parse_args(argv).run_dir

@@ -14,12 +14,11 @@ import tyro
 
 from paravt_extras.scenes.storyboard import SceneSettings
 from paravt_extras.scenes.write import missing_videos, write_scenes
-from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import require_local
 from paravt_jax.processes.exit_codes import USER_ERRORS
 from paravt_jax.progress import Progress
 
-_PROG = command_name("python -m paravt_extras.scenes")
+_PROG = "python -m paravt_extras.scenes"
 
 
 @dataclasses.dataclass(frozen=True)

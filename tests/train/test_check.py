@@ -96,7 +96,7 @@ def test_what_the_hub_does_not_have_is_an_error(tmp_path, monkeypatch):
     listed(monkeypatch, {"model.safetensors": 10**9, "config.json": 1, "a.parquet": 10**9})
     for item in ("weights", "annotations", "media"):
         finding = checked(run, tmp_path)[item]
-        assert not finding.is_error and "2.0 GB" in finding.text
+        assert not finding.is_error and "2.00GB" in finding.text
 
 
 def test_sources_that_do_not_exist_are_errors(tmp_path):
@@ -108,7 +108,7 @@ def test_a_full_disk_may_pass_by_itself_and_nothing_else(tmp_path, monkeypatch):
     usage = types.SimpleNamespace(free=10**9, total=0, used=0)
     monkeypatch.setattr(command.shutil, "disk_usage", lambda path: usage)
     finding = checked(paravt_8b(), tmp_path, topology="")["disk"]
-    assert finding.is_error and "1.0 GB free" in finding.text
+    assert finding.is_error and "1.00GB free" in finding.text
     assert NotReadyError([finding]).exit_code == TEMPORARY
     other = Finding("weights", "none", is_error=True)
     assert NotReadyError([finding, other]).exit_code == FAILED
