@@ -22,6 +22,9 @@ from train.learn.in_flight import deal
 _Batch = tuple[tuple[int, ...], ...]
 """Packed rows of conversation numbers."""
 
+# Batches of packed rows whose frames are read in advance.
+_DEPTH = 2
+
 
 @runtime_checkable
 class ReadsAhead(Protocol):
@@ -118,7 +121,7 @@ def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
 
 
 def row_stream(
-    data: Data, packing: Packing, reader: ReadsAhead | None, seed: int, rows: int, depth: int = 2
+    data: Data, packing: Packing, reader: ReadsAhead | None, seed: int, rows: int
 ) -> grain.DatasetIterator[Any] | Ahead[_Batch, _Batch]:
     """Stream batches of packed rows without end.
 
@@ -128,7 +131,6 @@ def row_stream(
         reader: Reads this process's share of the frames in advance; None: nothing is prefetched.
         seed: Decides the order of rows.
         rows: Rows per batch.
-        depth: Number of batches to prefetch.
 
     Returns:
         An iterator over batches, each a tuple of `rows` rows of conversation numbers. All processes
@@ -145,7 +147,7 @@ def row_stream(
                     reader.ahead(data.root / clip.path, clip.indices, clip.crop)
         return batch
 
-    return Ahead(batches, depth, prefetch)
+    return Ahead(batches, _DEPTH, prefetch)
 
 
 class QuestionStream:
@@ -177,18 +179,15 @@ class QuestionStream:
         self._group_size = group_size
         self._budgets = budgets
         self._questions: Ahead[Any, tuple[Question, ...]] = Ahead(stream(data.questions, seed, 1))
-        self._drawn = 0
-        # Overview frames that were requested for questions that are not drawn yet, by number.
-        self._requested: dict[int, int] = {}
+        # The step for which the overviews of the next questions were requested.
+        self._requested: int | None = None
 
     def draw(self, step: int) -> tuple[Question, ...]:
         """Draw a question for each prompt of a step, from 0: the same on every process."""
-        budgets = self._budgets(step)
-        self._read_ahead(budgets)
-        drawn = tuple(question for _ in budgets for question in next(self._questions))
-        self._drawn += len(drawn)
-        self._requested = {n: k for n, k in self._requested.items() if n >= self._drawn}
-        self._read_ahead(self._budgets(step + 1))
+        if self._requested != step:
+            self._read_ahead(step)
+        drawn = tuple(question for _ in self._budgets(step) for question in next(self._questions))
+        self._read_ahead(step + 1)
         return drawn
 
     def get_state(self) -> dict[str, Any]:
@@ -197,26 +196,22 @@ class QuestionStream:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Resume at `state`."""
-        self._requested.clear()
+        self._requested = None
         self._questions.set_state(state)
 
-    def _own(self, groups: int) -> set[int]:
-        """Return the groups of which this process plays rollouts, if all begin together.
-
-        Rollouts that outlive an update shift the deal. Then some overviews are read when needed.
-        """
-        rollouts = groups * self._group_size
+    def _read_ahead(self, step: int) -> None:
+        """Request the overviews of the next questions, which a step will ask."""
+        self._requested = step
+        if self._reader is None:
+            return
+        budgets = self._budgets(step)
+        upcoming = self._questions.peek(len(budgets))
+        # All rollouts of a step begin together, unless some outlive an update. These shift the
+        # deal, and then some overviews are read when they are needed.
+        rollouts = len(budgets) * self._group_size
         dealt = deal([0] * rollouts, [None] * rollouts, hosts.process_count())
         own = hosts.process_index()
-        return {n // self._group_size for n, process in enumerate(dealt) if process == own}
-
-    def _read_ahead(self, budgets: Sequence[int]) -> None:
-        """Request the overviews of the next questions, which will have these budgets."""
-        own = self._own(len(budgets))
-        upcoming = self._questions.peek(len(budgets))
-        for group, ((question,), frames) in enumerate(zip(upcoming, budgets, strict=True)):
-            number = self._drawn + group
-            if self._reader is None or group not in own or self._requested.get(number) == frames:
-                continue
-            self._requested[number] = frames
-            self._reader.ahead(self._root / question.video, frames)
+        groups = {n // self._group_size for n, process in enumerate(dealt) if process == own}
+        for group in sorted(groups):
+            (question,) = upcoming[group]
+            self._reader.ahead(self._root / question.video, budgets[group])

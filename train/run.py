@@ -54,11 +54,10 @@ from train.learn.placement import require_even
 from train.learn.rl import Learner
 from train.learn.rollouts import draw_budgets
 from train.learn.sft import SFTBatches
-from train.left_out import note_unreadable
 from train.model import first_model, require_model, take_apart
 from train.model_folder import export_run
 from train.out_of_memory import naming_remedies
-from train.prepare import prepare
+from train.prepare import note_unreadable, prepare
 from train.published_data import open_reader
 from train.rl import train_rl
 from train.settings import Run

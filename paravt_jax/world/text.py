@@ -48,6 +48,20 @@ _ANSWER_TAGS = ("<answer>", "</answer>")
 # A frame's label: number, "<", ".0 seconds>" and two vision marks are one token each.
 LABEL_TOKENS = 5
 
+# Questions per video, each about a different scene. At least two scenes have a digit.
+_QUESTIONS_PER_VIDEO = 2
+# Conversations of main agents per video and frame budget, each about a different question. There
+# are two kinds of questions about each of two scenes.
+_DEMONSTRATIONS = 4
+# Conversations of sub-agents per video.
+_WINDOWS = 16
+# Probability that a sub-agent's window shows a digit; the others show nothing to report.
+_TELLING = 0.75
+# Probability that a sub-agent's window starts anywhere instead of at half a scene.
+_UNALIGNED = 0.1
+# Captioned frames per video; half of them show a digit.
+_CAPTIONS = 16
+
 # Texts that recur in this module, one token each. The protocol adds its own.
 PIECES = (
     *(str(n) for n in range(SECONDS + 1)),
@@ -63,28 +77,16 @@ PIECES = (
 
 @dataclasses.dataclass(frozen=True)
 class TextSettings:
-    """Numbers of texts, what they show, and the mistakes in the demonstrations."""
+    """What the demonstrations show, and the mistakes in them."""
 
     seed: int = 0
     """Seed of questions and conversations."""
-    questions: int = 2
-    """Questions per video, each about a different scene."""
     multiple_choice: float = 0.6
     """Fraction of multiple-choice questions; the others are temporal grounding."""
     groups: int = 2
     """Frame budgets per training video. Each gets its own conversations of main agents."""
-    demonstrations: int = 4
-    """Conversations of main agents per video and frame budget, each about a different question."""
     budgets: tuple[int, ...] = (4, 8, 16, 32, 64)
     """Frame budgets to choose from: numbers of overview frames in a conversation."""
-    windows: int = 16
-    """Conversations of sub-agents per training video."""
-    telling: float = 0.75
-    """Probability that a sub-agent's window shows a digit; the others show nothing to report."""
-    unaligned: float = 0.1
-    """Probability that a sub-agent's window starts anywhere instead of at half a scene."""
-    captions: int = 16
-    """Captioned frames per training video; half of them show a digit."""
     look: float = 0.4
     """Probability of asking for crops if the overview does not answer the question."""
     look_when_shown: float = 0.15
@@ -106,30 +108,22 @@ class TextSettings:
 
     def __post_init__(self):
         probabilities = (
-            *("multiple_choice", "telling", "unaligned"),
-            *("look", "look_when_shown", "both", "one_by_one", "toolless"),
+            *("multiple_choice", "look", "look_when_shown", "both", "one_by_one", "toolless"),
             *("leak", "unclosed", "untagged"),
         )
         require_share("text", self, *probabilities)
-        require_at_least("text", self, 1, "groups", "windows", "captions")
-        if (
-            not 1 <= self.questions <= 2
-            or self.groups > len(self.budgets)
-            or not 1 <= self.demonstrations <= 4
-        ):
-            # Every video has at least two scenes with a digit, and two kinds of questions about
-            # each. Every group has a different budget.
+        require_at_least("text", self, 1, "groups")
+        if self.groups > len(self.budgets):
             raise ValueError(
-                f"text: questions {self.questions}, groups {self.groups}, demonstrations "
-                f"{self.demonstrations}; give at most 2 questions, 4 demonstrations and one group "
-                f"per budget ({len(self.budgets)} given)"
+                f"text.groups: {self.groups}; each group has a budget of its own: give at most "
+                f"{len(self.budgets)}, or more text.budgets"
             )
 
 
 def questions(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[Question]:
-    """Yield the questions to answer, `settings.questions` per video."""
+    """Yield the questions to answer."""
     for video, rng in _with_generators(videos, settings, stream=0):
-        for scene in rng.permutation(_digit_scenes(video))[: settings.questions]:
+        for scene in rng.permutation(_digit_scenes(video))[:_QUESTIONS_PER_VIDEO]:
             kind = QuestionKind.TEMPORAL_GROUNDING
             if rng.random() < settings.multiple_choice:
                 kind = QuestionKind.MULTIPLE_CHOICE
@@ -145,7 +139,7 @@ def main_conversations(
     for (video, rng), (_, habits) in zip(generators, of_habits, strict=True):
         pairs = [(scene, kind) for scene in _digit_scenes(video) for kind in _QUESTIONS]
         for budget in rng.permutation(settings.budgets)[: settings.groups]:
-            chosen = [pairs[n] for n in rng.permutation(len(pairs))[: settings.demonstrations]]
+            chosen = [pairs[n] for n in rng.permutation(len(pairs))[:_DEMONSTRATIONS]]
             # Draw all questions before any conversation. Settings such as `leak` change the draws
             # of a conversation, but must not change the questions.
             asked = [_question(video, scene, kind, rng) for scene, kind in chosen]
@@ -167,10 +161,10 @@ def window_conversations(
         without_digit = set(range(0, SECONDS, WINDOW)) - with_digit
         times = np.arange(0.0, SECONDS, STEP)
         info = VideoInfo(video.path, FRAMES, float(SECONDS), times, video.size, video.size)
-        for n in range(settings.windows):
-            starts = with_digit if rng.random() < settings.telling else without_digit
+        for n in range(_WINDOWS):
+            starts = with_digit if rng.random() < _TELLING else without_digit
             start = int(rng.choice(sorted(starts)))
-            if rng.random() < settings.unaligned:
+            if rng.random() < _UNALIGNED:
                 start = STEP * int(rng.integers((SECONDS - WINDOW) // STEP + 1))
             indices = window_indices(info, start, start + WINDOW, CROP_FPS, limits.crop_frames)
             turns = (
@@ -183,7 +177,7 @@ def window_conversations(
 def captions(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[Caption]:
     """Yield single frames with words: the colour of the scene and the digit, if there is one."""
     for video, rng in _with_generators(videos, settings, stream=3):
-        for n in range(settings.captions):
+        for n in range(_CAPTIONS):
             time = STEP * int(rng.integers(FRAMES))
             # Every second caption is about a frame with a digit.
             if n % 2:

@@ -22,9 +22,8 @@ from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.world import text as world_text
 from paravt_jax.world.vocabulary import world_vocabulary
 from train import prepare as prepare_module
-from train.left_out import LeftOutError
 from train.model import model_config
-from train.prepare import prepare
+from train.prepare import LeftOutError, prepare
 from train.published_data import DataSettings
 from train.settings import EvaluationSettings, ModelSettings, Run
 

@@ -8,8 +8,7 @@ import shutil
 import pytest
 
 from paravt_jax.method.conversations import render
-from train.left_out import LeftOutError, note_unreadable
-from train.prepare import prepare
+from train.prepare import LeftOutError, note_unreadable, prepare
 from train.settings import Run
 
 

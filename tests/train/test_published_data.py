@@ -30,8 +30,7 @@ from train.data import QuestionStream, pack_rows, row_stream
 from train.learn.in_flight import Player
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import begin
-from train.left_out import LeftOutError
-from train.prepare import main, prepare
+from train.prepare import LeftOutError, main, prepare
 from train.published_data import DataSettings, hold_out
 from train.settings import ModelSettings, change
 

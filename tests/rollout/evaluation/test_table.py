@@ -10,9 +10,8 @@ import pytest
 import tyro
 
 from paravt_extras.markdown import WIDTH
-from paravt_extras.published_protocol import PUBLISHED, differences
 from paravt_extras.published_scores import COLUMNS
-from paravt_extras.table_1 import table_1
+from paravt_extras.table_1 import PUBLISHED, differences, table_1
 from rollout.evaluate import main
 from rollout.evaluation.settings import BenchmarkSettings
 from tests.rollout.evaluation.finished import folder, left_out, line
