@@ -12,6 +12,7 @@ fails and names its id.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,16 @@ import numpy as np
 import pytest
 
 from tests.conftest import named_folder
-from tests.golden.excuses import Excuse, judge
+
+
+@dataclasses.dataclass(frozen=True)
+class Excuse:
+    """A reason why some records differ, with the property that holds for them instead."""
+
+    applies: Callable[[dict], bool]
+    """Whether a record is excused; it sees the record alone, not our result."""
+    holds: Callable[[dict, Any], bool]
+    """Whether our result for an excused record is as it should be."""
 
 
 @pytest.fixture(params=["records", "PARAVT_TEST_GOLDEN"])
@@ -50,10 +60,11 @@ def hold(record_property):
         wrong = []
         for record in records:
             result = ours(record)
-            name, passes = judge(record, result, agrees, excuses)
-            counts[name or "agree"] += 1
-            if not passes:
-                wrong.append(f"{record['id']}: {name or 'has to agree'}, got {result!r}")
+            name = next((n for n, excuse in excuses.items() if excuse.applies(record)), "agree")
+            counts[name] += 1
+            passes = excuses[name].holds if name in excuses else agrees
+            if not passes(record, result):
+                wrong.append(f"{record['id']}: {name}, got {result!r}")
         for name, count in counts.items():
             record_property(name, count)
         print(dict(counts))

@@ -7,9 +7,7 @@ import math
 import numpy as np
 
 from paravt_jax.data.frames import PixelRules, VideoInfo, overview_indices, window_indices
-from tests.golden.excuses import Excuse
-
-FACTOR = 32  # patch size 16 x merge size 2: the grid of the models here
+from tests.golden.conftest import Excuse
 
 # --- frames of an overview ---
 
@@ -203,21 +201,14 @@ def test_crops(records, hold):
 # --- sizes ---
 
 
-def refusing(
-    height: int, width: int, least: int | None, most: int | None, factor: int
-) -> list[int] | None:
+def resized(record: dict) -> list[int] | None:
     """The size of a frame; None where it is refused. By default it has 4 to 16,384 tokens."""
-    rules = PixelRules(least or 4 * factor**2, most or 16_384 * factor**2, factor)
+    factor = record["factor"]
+    least, most = record["min_pixels"] or 4 * factor**2, record["max_pixels"] or 16_384 * factor**2
     try:
-        return list(rules.size(height, width))
+        return list(PixelRules(least, most, factor).size(record["height"], record["width"]))
     except ValueError:
         return None
-
-
-def resized(record: dict) -> list[int] | None:
-    return refusing(
-        *(record[name] for name in ("height", "width", "min_pixels", "max_pixels", "factor"))
-    )
 
 
 def test_smart_resize(records, hold):
@@ -230,45 +221,3 @@ def test_smart_resize(records, hold):
         {},
         least=1,
     )
-
-
-def limits(record: dict, factor: int) -> tuple[int, int]:
-    """Least and most pixels of a frame of a video, as in qwen_vl_utils 0.0.14.
-
-    The video's budget is shared by its frames, which have 128 to 768 tokens each.
-    """
-    ele = record["ele"]
-    least = ele.get("min_pixels", 128 * factor**2)
-    shared = ele.get("total_pixels", 0.9 * 128_000 * factor**2) * 2 / record["nframes"]
-    most = max(min(768 * factor**2, shared), int(1.05 * least))
-    return least, min(ele.get("max_pixels", most), most)
-
-
-def shown(record: dict, factor: int = FACTOR) -> list[int] | None:
-    """The size that a frame of this record's video is shown at, on our grid."""
-    ele = record["ele"]
-    if "resized_height" in ele and "resized_width" in ele:
-        return refusing(ele["resized_height"], ele["resized_width"], None, None, factor)
-    return refusing(record["height"], record["width"], *limits(record, factor), factor)
-
-
-def on_our_grid(record: dict, got: list[int] | None) -> bool:
-    """Whether our size has multiples of 32, and our rule gives the release's size on its grid."""
-    if shown(record, factor=2 * record["image_patch_size"]) != record["resized"]:
-        return False
-    return got is None or all(side > 0 and side % FACTOR == 0 for side in got)
-
-
-SIZES = {
-    # Sizes are multiples of 32, the model's grid. The release keeps the library's patch size of
-    # 14 (REFERENCE 4, 11).
-    "grid of 28": Excuse(
-        applies=lambda r: 2 * r["image_patch_size"] != FACTOR and r["resized"] is not None,
-        holds=on_our_grid,
-    )
-}
-
-
-def test_fetch_video_resize(records, hold):
-    table = records("frame_sampling", "fetch_video_resize")
-    hold(table, shown, lambda r, got: got == r["resized"], SIZES, least=0.3)

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from paravt_jax.method.records import Call, CropCall, FailedCall
-from tests.golden.excuses import Excuse
+from tests.golden.conftest import Excuse
 from tests.golden.texts import (
     alone,
     floats,
@@ -50,11 +50,6 @@ def never_code(text: str, calls: list[Call | FailedCall]) -> bool:
 
 
 TURNS = {
-    # A text that makes the release raise is read like any other.
-    "raises": Excuse(
-        applies=lambda r: r["error"] is not None,
-        holds=each_alone,
-    ),
     # `<tool_code>` is never a call (REFERENCE 2). The release runs it if there is no call in
     # JSON.
     "code": Excuse(
@@ -66,10 +61,10 @@ TURNS = {
         holds=lambda r, calls: never_code(r["text"], calls),
     ),
     # Each call is read on its own. In the release one malformed call voids the whole turn
-    # (REFERENCE 4, 10).
+    # (REFERENCE 4, 10), and some raise.
     "voided": Excuse(
         applies=lambda r: not r["expected"]["tools_called"] and bool(alone(r["text"])),
-        holds=lambda r, calls: each_alone(r, calls) and bool(crops(calls)),
+        holds=each_alone,
     ),
     # A call without a closing tag is malformed. The release reads it to the end of the text.
     "unclosed": Excuse(
@@ -107,14 +102,10 @@ def decoded(record: dict) -> list[dict]:
     ]
 
 
-def read_turn(record: dict) -> list[Call | FailedCall]:
-    return read_calls(record["text"])
-
-
 def test_tool_parser(records, hold):
     hold(
         records("tool_parser"),
-        read_turn,
+        lambda r: read_calls(r["text"]),
         lambda r, calls: crops(calls) == [window(call) for call in decoded(r)],
         TURNS,
         least=0.3,
@@ -129,10 +120,6 @@ def values(text: str) -> int:
     )
 
 
-def alone_here(record: dict, calls: list[Call | FailedCall]) -> bool:
-    return crops(calls) == alone(record["input"])
-
-
 RESPONSES = {
     # `<tool_code>` is never a call (REFERENCE 2). The release's evaluation takes one that begins
     # with crop_video(.
@@ -140,65 +127,25 @@ RESPONSES = {
         applies=lambda r: "<tool_code>" in r["input"] and len(r["expected"]) > values(r["input"]),
         holds=lambda r, calls: never_code(r["input"], calls),
     ),
-    # If a call is interrupted by another, only the first is lost. The release's evaluation loses
-    # both.
-    "reopened": Excuse(
-        applies=lambda r: (
-            bool(
-                re.search(
-                    r"<tool_call>((?!</tool_call>).)*<tool_c(all|ode)>", r["input"], re.DOTALL
-                )
-            )
-            and alone(r["input"], strict=True) != windows(floats(r["expected"]))
-        ),
-        holds=alone_here,
-    ),
-    # Line breaks and tabs are allowed in a call's strings. The release's evaluation drops the
-    # call.
-    "line breaks": Excuse(
-        applies=lambda r: alone(r["input"], strict=True) != alone(r["input"]),
-        holds=alone_here,
-    ),
-    # A call is crop_video with two finite times. The release's evaluation takes any JSON, and
-    # later crashes on some.
-    "no crop": Excuse(
-        applies=lambda r: len(windows(floats(r["expected"]))) < len(r["expected"]),
-        holds=alone_here,
+    # A call is crop_video with two finite times: the release's evaluation takes any JSON, and later
+    # crashes on some. If a call is interrupted by another, only the first is lost, and line breaks
+    # and tabs are allowed in a call's strings: the release's evaluation drops these calls.
+    "others": Excuse(
+        applies=lambda r: expected_windows(r) != alone(r["input"]),
+        holds=lambda r, calls: crops(calls) == alone(r["input"]),
     ),
 }
 
 
-def read_response(record: dict) -> list[Call | FailedCall]:
-    return read_calls(record["input"])
+def expected_windows(record: dict) -> list[CropCall | None]:
+    return [window(call) for call in floats(record["expected"])]
 
 
 def test_parse_tool_calls(records, hold):
-    table = records("eval_parsing", "parse_tool_calls")
     hold(
-        table,
-        read_response,
-        lambda r, calls: crops(calls) == [window(call) for call in floats(r["expected"])],
+        records("eval_parsing", "parse_tool_calls"),
+        lambda r: read_calls(r["input"]),
+        lambda r, calls: crops(calls) == expected_windows(r),
         RESPONSES,
         least=0.3,
-    )
-
-
-ZOOMS = {
-    # `<video_zoom>` is the syntax of another model's tool, and no call here.
-    "another tool": Excuse(
-        applies=lambda r: bool(r["expected"]) and "<video_zoom>" in r["input"],
-        holds=alone_here,
-    )
-}
-
-
-def test_parse_video_zoom_calls(records, hold):
-    """Nearly every record is a call of another tool; only broken calls agree."""
-    table = records("eval_parsing", "parse_video_zoom_calls")
-    hold(
-        table,
-        read_response,
-        lambda r, calls: crops(calls) == alone(r["input"]) and not r["expected"],
-        ZOOMS,
-        least=0,
     )

