@@ -1,10 +1,7 @@
 """Counts the collectives of a compiled program, and the bytes that each device sends, from its HLO.
 
-A collective inside a loop is written once but runs once per iteration (`tests.hlo`).
-
-A program for several TPU slices is compiled for the devices of one. What leaves a slice goes over
-the data centre's network (DCN): the compiler writes it as a transfer to the host, `send`, and the
-runtime of libtpu does the rest.
+A collective inside a loop is written once but runs once per iteration. The compiler notes the
+number of iterations beside the loop.
 """
 
 from __future__ import annotations
@@ -15,8 +12,6 @@ import re
 
 import numpy as np
 
-from tests.hlo import Instruction, Module, array_bytes
-
 KINDS = (
     "all-gather",
     "reduce-scatter",
@@ -25,9 +20,18 @@ KINDS = (
     "ragged-all-to-all",
     "collective-permute",
 )
-DCN = "DCN"
-"""The kind of a transfer to other slices in a program for several TPU slices."""
-_SLICES_RUNTIME = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s32": 4, "u32": 4, "bf16": 2, "f32": 4, "s64": 8, "u64": 8}
+# "ENTRY %main (a: f32[4]) -> f32[4] {"
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
+# "  ROOT %sum = f32[4]{0} add(%a, %b), metadata={...}"
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
+# "f32[2,3]", also inside a tuple type
+_ARRAY = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\]")
+# "to_apply=%add", "branch_computations={%one, %two}"
+_CALLED = re.compile(
+    r"\b(?:to_apply|calls|body|true_computation|false_computation|branch_computations)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,140 +39,96 @@ class Collective:
     """One collective of a program."""
 
     kind: str
-    """One of `KINDS`, or `DCN`."""
+    """One of `KINDS`."""
     sent: float
     """Bytes that each device sends per execution."""
-    times: float
+    times: int
     """Number of executions."""
     between: bool = False
     """Whether it connects devices of different slices."""
 
 
-def find_collectives(
-    hlo: str, devices: int, trip_count: float | None = None, slices: int = 1
-) -> list[Collective]:
-    """Finds the collectives of a compiled program.
+def find_collectives(hlo: str, devices: int, slices: int = 1) -> list[Collective]:
+    """Find the collectives of a compiled program.
 
     Args:
         hlo: text of the optimised HLO module.
         devices: number of devices it was compiled for.
-        trip_count: iterations of loops whose number the program does not state.
-        slices: number of slices, of consecutive devices, in a program for all of them.
-
-    Raises:
-        ValueError: such a loop contains collectives, and `trip_count` is None.
+        slices: number of slices, of consecutive devices.
     """
-    module = Module(hlo)
+    computations: dict[str, list[re.Match[str]]] = {}
+    current: list[re.Match[str]] = []
+    entry, results = "", {}
+    for text in hlo.splitlines():
+        if header := _COMPUTATION.match(text):
+            current = computations[header[2]] = []
+            entry = header[2] if header[1] else entry
+        elif line := _INSTRUCTION.match(text):
+            current.append(line)
+            results[line[1]] = line[2]
     found: list[Collective] = []
 
-    def walk(computation: str, times: float) -> None:
-        for line in module.computations.get(computation, ()):
-            kind = _kind(line)
-            if kind:
-                between = kind == DCN or (
-                    slices > 1 and _leaves_a_slice(line.rest, devices, devices // slices)
-                )
-                found.append(Collective(kind, _sent(module, line, devices), times, between))
-            for called in line.called:
-                walk(called, times)
-            if line.operation == "while":
-                body = re.search(r"body=%?([\w.\-]+)", line.rest)
-                assert body is not None, line.rest
-                trips = module.trip_count(line)
-                if trips is None:
-                    trips = trip_count
-                if trips is None:
-                    if _communicates(module, body[1]):
-                        raise ValueError(
-                            f"find_collectives: the loop {body[1]} has collectives and an unknown "
-                            "number of iterations; give `trip_count`"
-                        )
-                    trips = 1
-                walk(body[1], times * trips)
+    def walk(computation: str, times: int) -> None:
+        for line in computations.get(computation, ()):
+            _, _, operation, rest = line.groups()
+            kind = operation.removesuffix("-start")
+            if kind in KINDS:
+                groups = _groups(rest, devices)
+                operands = re.findall(r"%([\w.\-]+)", rest.partition(")")[0])
+                given = sum(_array_bytes(results[name]) for name in operands)
+                between = any(len({n * slices // devices for n in group}) > 1 for group in groups)
+                found.append(Collective(kind, _sent(kind, given, len(groups[0])), times, between))
+            if operation.endswith(("-done", "-update")):  # these repeat the names of -start
+                continue
+            inner = re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(rest)))
+            before, iterations = len(found), 1
+            if operation == "while":
+                known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
+                iterations = int(known[1]) if known else 0
+            for called in inner:
+                walk(called, times * iterations)
+            assert iterations or len(found) == before, f"how often runs {line[1]}?"
 
-    walk(module.entry, 1.0)
+    walk(entry, 1)
     return found
 
 
-def bytes_sent(collectives: list[Collective]) -> dict[str, float]:
-    """Bytes that each device sends, by kind of collective."""
-    sent: dict[str, float] = {}
-    for collective in collectives:
-        total = sent.get(collective.kind, 0)
-        sent[collective.kind] = total + collective.sent * collective.times
-    return sent
+def bytes_sent(collectives: list[Collective]) -> float:
+    """Return the bytes that each device sends."""
+    return sum(collective.sent * collective.times for collective in collectives)
 
 
-def _kind(line: Instruction) -> str | None:
-    """The kind of collective that an instruction is or starts, or None."""
-    # A collective fused with matrix products is written again in each of them. The copies have
-    # flags for the part they execute; only the one without flags is counted.
-    if '"async_collective_fusion_config":{"flag' in line.rest:
-        return None
-    if line.operation == "send" and _SLICES_RUNTIME in line.rest:
-        return DCN
-    # An asynchronous collective is a pair, -start and -done; it counts at its start.
-    for kind in KINDS:
-        if line.operation in (kind, f"{kind}-start"):
-            return kind
-    return None
+def _array_bytes(result: str) -> int:
+    """Return the bytes of an array type, or of all arrays in a tuple type."""
+    return sum(
+        _BYTES[element] * math.prod(int(size) for size in shape.split(",") if size)
+        for element, shape in _ARRAY.findall(result)
+    )
 
 
-def _sent(module: Module, line: Instruction, devices: int) -> float:
-    """Bytes that each device sends in one execution of a collective, by the ring algorithm.
+def _sent(kind: str, given: float, n: int) -> float:
+    """Return the bytes that each of n devices sends, with operands of `given` bytes per device.
 
-    With n devices and an operand of B bytes per device:
+    By the ring algorithm:
 
         all-gather                   (n - 1) B         passes n - 1 shards on
         reduce-scatter, all-to-all   (n - 1) / n B     keeps one of n parts
         all-reduce                   2 (n - 1) / n B   reduce-scatter, then all-gather
         collective-permute           B
-        DCN                          B                 hands its part to the host
     """
-    kind = _kind(line)
-    if kind == DCN:
-        # The other operand is a token.
-        return array_bytes(module.instructions[line.operands[0]].result)
-    n = _group_size(line.rest, devices)
-    operands = [module.instructions[name] for name in line.operands if name in module.instructions]
-    given = sum(array_bytes(operand.result) for operand in operands)
     if kind == "all-gather":
         return given * (n - 1)
     if kind == "collective-permute":
         return given
-    share = (n - 1) / n
-    return given * share * (2 if kind == "all-reduce" else 1)
-
-
-def _communicates(module: Module, computation: str) -> bool:
-    """Whether a computation, or one that it calls, contains a collective."""
-    for line in module.computations.get(computation, ()):
-        inner = [*line.called, *re.findall(r"\bbody=%?([\w.\-]+)", line.rest)]
-        if _kind(line) or any(_communicates(module, called) for called in inner):
-            return True
-    return False
-
-
-def _leaves_a_slice(text: str, devices: int, per_slice: int) -> bool:
-    """Whether a collective connects devices of different slices."""
-    return any(
-        len({device // per_slice for device in group}) > 1 for group in _groups(text, devices)
-    )
-
-
-def _group_size(text: str, devices: int) -> int:
-    """Number of devices in each group of a collective."""
-    return len(_groups(text, devices)[0])
+    return given * (n - 1) / n * (2 if kind == "all-reduce" else 1)
 
 
 def _groups(text: str, devices: int) -> list[list[int]]:
-    """The devices of each group of a collective. HLO writes them in four ways."""
+    """Return the devices of each group of a collective. HLO writes them in four ways."""
     # replica_groups={{0,1},{2,3}}, and source_target_pairs of a collective-permute
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]+\})\}", text)
     if listed:
-        return [
-            [int(n) for n in group.split(",")] for group in re.findall(r"{([\d,]+)}", listed[1])
-        ]
+        return [_ints(group) for group in re.findall(r"{([\d,]+)}", listed[1])]
     # replica_groups=[groups,size]<=[devices], or <=[2,4]T(1,0): transposed
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if counted:

@@ -117,7 +117,7 @@ def test_normalization(cases, seen):
             rows = groups * config["group_size"]
         x, mask, y = x[:rows], mask[:rows], y[:rows]
         shape = (groups, -1)
-        got = normalise(
+        got = jax.jit(normalise, static_argnums=(2, 3))(
             jnp.asarray(x).reshape(shape),
             jnp.asarray(mask).reshape(shape),
             normalisation(config),
@@ -376,7 +376,8 @@ def head_logprobs(
         rows = head.token_logprobs(x[None], jnp.asarray(labels)[None], temperature, chunk)
         return (rows[0] * weight).sum(), rows[0]
 
-    (_, values), gradient = jax.value_and_grad(weighted, has_aux=True)(jnp.asarray(logits))
+    loss_and_gradient = jax.jit(jax.value_and_grad(weighted, has_aux=True))
+    (_, values), gradient = loss_and_gradient(jnp.asarray(logits))
     return values, gradient
 
 
@@ -391,8 +392,8 @@ def rows_of_microbatches(config: Config, lengths: np.ndarray, minibatch: int) ->
 
 def bigram_loss(
     config: Config, arrays: Arrays, batch: GRPOBatch, settings: GRPOSettings, credit: jax.Array
-) -> Callable[[jax.Array, np.ndarray, jax.Array], jax.Array]:
-    """The loss of some rows over a number of tokens, for a model with logits w [words, words].
+) -> Callable[[jax.Array, np.ndarray, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The loss of some rows over a number of tokens, with its gradient, for logits w [words, words].
 
     A word's log-probs depend on the word before it only.
     """
@@ -402,14 +403,16 @@ def bigram_loss(
     if config["use_decoupled_loss"]:
         proximal = jnp.asarray(from_next(arrays["out_prox_logp"]))
 
-    def loss(w: jax.Array, rows: np.ndarray, tokens: jax.Array) -> jax.Array:
+    @jax.jit
+    @jax.value_and_grad
+    def loss(w: jax.Array, chosen: jax.Array, tokens: jax.Array) -> jax.Array:
         table = jax.nn.log_softmax(w / config["temperature"], axis=-1)
-        logprobs = table[ids[rows][:, :-1], ids[rows][:, 1:]]
+        logprobs = table[ids[:, :-1], ids[:, 1:]]
         logprobs = jnp.pad(logprobs, ((0, 0), (1, 0)))  # a first token has no log-prob
-        some = token_batch(behaviour[rows], batch.mask[rows], proximal[rows])
-        return policy_loss(logprobs, credit[rows], some, settings, tokens)[0]
+        some = token_batch(behaviour, batch.mask & chosen[:, None], proximal)
+        return policy_loss(logprobs, credit, some, settings, tokens)[0]
 
-    return loss
+    return lambda w, rows, tokens: loss(w, jnp.zeros(len(ids), bool).at[rows].set(True), tokens)
 
 
 def test_train_step(cases, seen):
@@ -426,8 +429,7 @@ def test_train_step(cases, seen):
         if why is None:
             credit = our_advantages(batch, settings, epsilon_of(config))
             close(credit, expected, name, rtol=1e-4, atol=1e-4)
-        loss = bigram_loss(config, arrays, batch, settings, credit)
-        loss_and_gradient = jax.value_and_grad(loss)
+        loss_and_gradient = bigram_loss(config, arrays, batch, settings, credit)
         w = jnp.asarray(arrays["W"])
         lengths = arrays["in_attention_mask"].sum(1)
         cuts = np.cumsum(config["minibatch_sizes"])[:-1]

@@ -18,7 +18,7 @@ from flax import nnx
 from models.lora import LoRASettings, add_adapters, split
 from models.sharding import MeshProgram, make_mesh
 from models.text import TextDecoder
-from tests.collectives import find_collectives
+from tests.collectives import bytes_sent, find_collectives
 from tests.processes import on_eight_devices
 from tests.train.test_step_meshes import BOUND, TEXT, rl_step, sft_step
 
@@ -81,7 +81,7 @@ def check_traffic(programs: dict[str, str], weights: Any) -> None:
     gradients = sum(4 * np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(weights))
     for name, text in programs.items():
         between = [found for found in find_collectives(text, 8, slices=2) if found.between]
-        sent = sum(found.sent * found.times for found in between)
+        sent = bytes_sent(between)
         print(f"{name}: {len(between)} collectives between replicas, {sent:.0f} bytes")
         if name == "share_bank":
             # Visual vectors, once per step.
