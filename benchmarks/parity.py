@@ -1,14 +1,12 @@
 """Measures how far the three families are from transformers and PEFT, on the cases of the tests.
 
 `python -m benchmarks.parity` prints the table of docs/model.md. It needs the extras `test` and
-`parity`, and in PARAVT_TEST_ASSETS the folder with the published tokenizer and configurations. It
-takes a few minutes, and fails where the tests of parity demand equality.
+`parity`, takes a few minutes, and fails where the tests of parity demand equality.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,16 +17,14 @@ from benchmarks.model import machine
 from models.family import FAMILIES, family
 from models.weights import hf_layout
 from models.weights.hf_config import to_hf
-from tests.models import test_parity, test_peft_parity, test_processor_parity, test_published_sizes
+from tests.models import test_parity, test_patches, test_peft_parity, test_published_sizes
 from tests.models.parity import CASES, GRADIENT, LOGITS, gradient_differences
 
 LIMITS = {
     "logits, largest difference": f"{LOGITS:.0e}",
     "64 greedy tokens per row": "equal",
     "gradients of all parameters, relative": f"{GRADIENT:.0e}",
-    "processor: ids, positions, grids": "equal",
-    "patches of images that keep their size, of 255": "1e-04",
-    "patches of resized images, of 255": "2",
+    "patches of pictures, of 255": f"{test_patches.LEVEL:.0e}",
     "published sizes: names and shapes of tensors": "equal",
     "PEFT: logits, largest difference": f"{LOGITS:.0e}",
     "PEFT: gradients of A and B, relative": f"{GRADIENT:.0e}",
@@ -73,28 +69,10 @@ def of_adapters(name: str) -> dict[str, str]:
     }
 
 
-def of_processors(assets: Path) -> dict[str, dict[str, str]]:
-    """Return the processors of the families that have one of their own, by family."""
-    table = {}
-    with tempfile.TemporaryDirectory() as folder:
-        processors = test_processor_parity.make_processors(assets, Path(folder))
-        theirs = test_processor_parity.ask_transformers(assets, Path(folder))
-    for name, samples in test_processor_parity.SAMPLES.items():
-        kept, resized = [], []
-        for sample, messages in samples.items():
-            processor = processors[name]
-            test_processor_parity.check(name, sample, processor, theirs)
-            ours = processor(messages, test_processor_parity.tools(sample))
-            difference = test_processor_parity.patch_difference(
-                ours.patches, theirs[f"{name}/{sample}/patches"], processor.config.vision
-            )
-            (resized if test_processor_parity.is_resized(sample) else kept).append(difference)
-        table[name] = {
-            "processor: ids, positions, grids": f"equal ({len(samples)} samples)",
-            "patches of images that keep their size, of 255": _largest(kept, "samples"),
-            "patches of resized images, of 255": _largest(resized, "samples"),
-        }
-    return table
+def of_patches(name: str) -> dict[str, str]:
+    """Return the pixels that a family's tower reads."""
+    count = len(test_patches.SIZES)
+    return {"patches of pictures, of 255": f"{test_patches.difference(name):.1e} ({count} sizes)"}
 
 
 def of_sizes(name: str) -> dict[str, str]:
@@ -116,16 +94,13 @@ def report(columns: Mapping[str, Mapping[str, str]]) -> str:
     lines = [["", *(family(name).title for name in columns), "limit of the tests"]]
     lines.append(["---"] * len(lines[0]))
     for row, limit in LIMITS.items():
-        # A family without a processor of its own has that of Qwen3-VL.
-        cells = [column.get(row, f"as {family().title}") for column in columns.values()]
-        lines.append([row, *cells, limit])
+        lines.append([row, *(column[row] for column in columns.values()), limit])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def main() -> None:
-    processors = of_processors(Path(os.environ["PARAVT_TEST_ASSETS"]))
     columns = {
-        name: of_model(name) | processors.get(name, {}) | of_sizes(name) | of_adapters(name)
+        name: of_model(name) | of_patches(name) | of_sizes(name) | of_adapters(name)
         for name in FAMILIES
     }
     versions = machine() | {"peft": importlib.metadata.version("peft")}

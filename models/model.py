@@ -5,32 +5,14 @@ Callers run the tower once per frame, keep its features, and pass them to the de
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int32
 
 from models.config import ModelConfig
 from models.family import family_of
 from models.lora import LoRASettings, add_adapters
 from models.text import TextDecoder
-
-
-class Inputs(NamedTuple):
-    """One sample for the model, as `models.processor.Processor` makes it."""
-
-    ids: Int32[np.ndarray, " t"]
-    # time, height and width
-    positions: Int32[np.ndarray, "3 t"]
-    # number of the token's visual vector, counted over the sample; -1 for text
-    visual_index: Int32[np.ndarray, " t"]
-    # patches of all images, in the order of the text
-    patches: Float[np.ndarray, "p c"]
-    # (height, width) of each image, in patches
-    grids: list[tuple[int, int]]
 
 
 class VisionLanguageModel(nnx.Module):

@@ -14,11 +14,3 @@ def cut_tokenizer(folder: Path) -> dict[str, Any]:
     content = json.loads((folder / "tokenizer.json").read_text())
     content["added_tokens"] = [x for x in content["added_tokens"] if x["content"] not in CUT]
     return content
-
-
-def cut_settings(folder: Path) -> dict[str, Any]:
-    """The content of the folder's tokenizer_config.json without the tokens `CUT`."""
-    content = json.loads((folder / "tokenizer_config.json").read_text())
-    tokens = content["added_tokens_decoder"]
-    content["added_tokens_decoder"] = {i: x for i, x in tokens.items() if x["content"] not in CUT}
-    return content

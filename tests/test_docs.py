@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 import tyro
 from flax import nnx
-from PIL import Image
 
 from models.features import FrameSettings
 from models.model import VisionLanguageModel
@@ -112,7 +111,6 @@ def workspace(model_folder, small_world, tmp_path, monkeypatch) -> pathlib.Path:
     (tmp_path / "videos/talk.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nGood morning\n")
     (questions,) = blocks("docs/evaluation.md", "jsonl")
     (tmp_path / "my.jsonl").write_text(questions.lstrip())
-    Image.new("RGB", (64, 48), "red").save(tmp_path / "cat.jpg")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

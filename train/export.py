@@ -5,9 +5,8 @@
 FOLDER may be an address (gs://..., s3://...): the folder is written to a temporary one, and then
 uploaded file by file, with config.json last.
 
-`models.weights.hf.load`, `models.processor.Processor.load` and transformers open the folder.
-Adapters are merged. The export only reads from the run's folder, so the run may still be training.
-It does not read the optimizer state.
+`models.weights.hf.load` and transformers open the folder. Adapters are merged. The export only
+reads from the run's folder, so the run may still be training. It does not read the optimizer state.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The folder of a trained model: weights, tokenizer, chat template and processor settings.
 
-`models.weights.hf.load`, `models.processor.Processor.load` and transformers open it.
+`models.weights.hf.load` and transformers open it.
 """
 
 from __future__ import annotations

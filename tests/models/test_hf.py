@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -23,16 +24,16 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.processor import Processor
 from models.qwen3_vl.sizes import tiny
+from models.rope import mrope_positions, visual_index
 from models.text import VisualBank
+from models.vision import frame_layout
 from models.weights import folder as hf_folder
 from models.weights import hf, hf_layout, tensor_file
 from models.weights.hf_config import to_hf
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.stored import SUMS, appearing
-from tests.models.packed_frames import packed_layout
 from tests.noisy_model import noisy_model
 
 
@@ -423,36 +424,30 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
     model.text.layers.q.set_value(trained.astype(jnp.float32))
     hf.save(model, target, files=[source / name for name in COMPANIONS - {"config.json"}])
 
-    # AutoProcessor needs torchvision.
     assert transformers.AutoConfig.from_pretrained(target).model_type == "qwen3_vl"
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-    image = {
-        "type": "image",
-        "image": np.random.default_rng(0).integers(0, 256, (256, 320, 3), np.uint8),
-    }
-    question = {"type": "text", "text": "When does the red car stop?"}
-    messages = [{"role": "user", "content": [image, question]}]
-    inputs = Processor.load(target, config)(messages)
-    assert tokenizer.decode(inputs.ids[-12:]).endswith(
-        "the red car stop?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    ids = torch.tensor(inputs.ids[None], dtype=torch.long)
+    picture = np.random.default_rng(0).integers(0, 256, (256, 320, 3), np.uint8)
+    seen = transformers.AutoImageProcessor.from_pretrained(target)(picture, return_tensors="np")
+    (grid,) = seen["image_grid_thw"][:, 1:].tolist()
+    content = [{"type": "image"}, {"type": "text", "text": "When does the red car stop?"}]
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    mark = "<|image_pad|>"
+    prompt = prompt.replace(mark, mark * (math.prod(grid) // 4))
+    ids = np.array(tokenizer(prompt)["input_ids"])
     exported = transformers.AutoModelForImageTextToText.from_pretrained(
         target, dtype=torch.float32
     ).eval()
     with torch.no_grad():
-        seen = {
-            "pixel_values": torch.tensor(inputs.patches),
-            "image_grid_thw": torch.tensor([(1, *grid) for grid in inputs.grids]),
-        }
-        given = {"input_ids": ids, "mm_token_type_ids": (ids == config.image_token_id).int()}
-        expected = exported(**given, **seen).logits[0].numpy()
+        tokens = torch.tensor(ids[None])
+        given = {"input_ids": tokens, "mm_token_type_ids": (tokens == config.image_token_id).int()}
+        pixels = {name: torch.tensor(x) for name, x in seen.items()}
+        expected = exported(**given, **pixels).logits[0].numpy()
         blind = exported(**given).logits[0].numpy()
-    layout = packed_layout(inputs.grids, len(inputs.patches), config.vision)
-    features = model.vision(jnp.asarray(inputs.patches[None]), layout)
-    sample = jnp.asarray(inputs.ids[None]), jnp.asarray(inputs.positions[:, None])
-    bank = VisualBank(features, jnp.asarray(inputs.visual_index[None]))
-    hidden, _ = model.text(*sample, visual=bank)
+    layout = frame_layout(tuple(grid), config.vision)
+    vectors = model.vision(seen["pixel_values"][None], layout)
+    bank = VisualBank(vectors, visual_index(ids, config.image_token_id)[None])
+    positions = mrope_positions(ids, [tuple(grid)], config)[:, None]
+    hidden, _ = model.text(ids[None], positions, visual=bank)
     assert np.abs(expected - blind).max() > 0.01, "the image counts"
     np.testing.assert_allclose(model.text.logits(hidden)[0], expected, atol=2e-5)
 

@@ -266,6 +266,17 @@ def test_a_picture_is_opened_in_the_listed_formats_only(tmp_path):
         video.probe(path)
 
 
+def test_a_picture_is_upright_and_on_white(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
+    exif = Image.Exif()
+    # A quarter turn to the left, which the EXIF orientation 6 reverses.
+    exif[0x0112] = 6
+    Image.fromarray(np.rot90(pixels)).save(tmp_path / "turned.png", exif=exif)
+    np.testing.assert_array_equal(video.read(tmp_path / "turned.png", [0])[0], pixels)
+    Image.new("RGBA", (64, 48)).save(tmp_path / "clear.png")
+    assert (video.read(tmp_path / "clear.png", [0]) == 255).all()
+
+
 def test_damaged_exif_data_is_a_video_error(tmp_path):
     path = tmp_path / "turned.jpg"
     exif = Image.Exif()

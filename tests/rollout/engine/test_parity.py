@@ -1,4 +1,4 @@
-"""The engine's greedy tokens are those of transformers, and of one prompt at a time here."""
+"""The engine's greedy tokens are those of transformers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 
 from models.config import TextConfig
 from models.features import FrameFeatures, FrameSettings
-from models.generate import generate
-from models.model import Inputs, VisionLanguageModel
+from models.model import VisionLanguageModel
 from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
-from models.rope import mrope_positions, visual_index
 from models.vision import patchify
 from models.weights import hf
 from models.weights.hf_config import to_hf
@@ -184,15 +182,6 @@ def by_transformers(
     return output.sequences[:, longest:].tolist()
 
 
-def alone(sides: Sides, ids: np.ndarray, frames: tuple[Frame, ...]) -> list[int]:
-    """With `models.generate`: no batch, no pages and no cache of frames."""
-    patches, grids = pixels(sides.features, frames)
-    inputs = Inputs(
-        ids, mrope_positions(ids, grids, CONFIG), visual_index(ids, IMAGE), patches, grids
-    )
-    return generate(sides.model, inputs, new_tokens=NEW, stop_ids=()).tolist()
-
-
 @pytest.fixture(scope="module")
 def turns(sides):
     """Prompts, the engine's tokens, the prompts of the next turn, and its tokens."""
@@ -222,9 +211,3 @@ def test_greedy_tokens_are_those_of_transformers(sides, turns):
     assert len({tuple(ids) for ids in said}) == len(said)
     assert said == by_transformers(sides, first, NEW)
     assert later == by_transformers(sides, second, LATER)
-
-
-def test_greedy_tokens_are_those_of_one_prompt_at_a_time(sides, turns):
-    first, said, *_ = turns
-    for (ids, frames), expected in zip(first, said, strict=True):
-        assert alone(sides, ids, frames) == expected
