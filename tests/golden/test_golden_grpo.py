@@ -393,9 +393,9 @@ def rows_of_microbatches(config: Config, lengths: np.ndarray, minibatch: int) ->
 def bigram_loss(
     config: Config, arrays: Arrays, batch: GRPOBatch, settings: GRPOSettings, credit: jax.Array
 ) -> Callable[[jax.Array, np.ndarray, jax.Array], tuple[jax.Array, jax.Array]]:
-    """The loss of some rows over a number of tokens, with its gradient, for logits w [words, words].
+    """The loss of some rows over a number of tokens, with its gradient.
 
-    A word's log-probs depend on the word before it only.
+    The model has logits w [words, words]: a word's log-probs depend on the word before it only.
     """
     ids = jnp.asarray(arrays["in_input_ids"])
     behaviour = jnp.asarray(from_next(arrays["out_logprobs"]))
