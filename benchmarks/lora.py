@@ -69,8 +69,8 @@ class Comparison(study.Command):
 def runs_of(out: str, seed: int) -> dict[str, Run]:
     """Return the three runs of a seed, in their order."""
     folders = {name: f"{out}/{name}-{seed}" for name in (START, FULL, LORA)}
-    evaluation = study.greedy_evaluation()
-    same = {"seed": seed, "world.seed": seed, "text.seed": seed, "evaluation": evaluation}
+    same = {"seed": seed, "world.seed": seed, "text.seed": seed}
+    same |= {"evaluation.dispatch": ("parallel",), "evaluation.temperatures": (0.0,)}
     start = change(sft_tiny(), START, same | {"run_dir": folders[START]})
     from_start = {"model.path": f"{folders[START]}/model", "align": None, "sft": None}
     arm = same | from_start

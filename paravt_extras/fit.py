@@ -1,5 +1,9 @@
 """Chooses the sizes that a recipe leaves open, so that its run fits the devices.
 
+    python -m paravt_extras.fit --config=NAME [--field value ...]
+
+shows the sizes for the devices here, or what the recipe needs. Nothing is downloaded.
+
 A field that is 0 or "auto" is open. The choice follows from the devices alone, so every start on
 the same devices chooses the same. A value that is set by hand stays. `fit` reads from top to
 bottom: the mesh, then the cold start, PARA-GRPO, and the engine.
@@ -20,6 +24,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,6 +33,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh
 
+from configs import RECIPES
+from models import gpu
 from models.attention import QUERY_CHUNK
 from models.config import ModelConfig, TextConfig
 from models.lora import LoRASettings
@@ -35,10 +42,11 @@ from models.model import abstract_model
 from models.remat import Remat
 from models.sharding import MESH_AXES, param_shardings
 from models.trained import TrainVision, cached_shape, split, split_vision
-from paravt_extras.slices import Devices, known_slices
+from paravt_extras.slices import Devices, found_devices, known_slices
 from rollout.engine.pages import page_count
 from rollout.engine.programs import CHUNK
 from rollout.engine.settings import EngineSizes
+from train.cli import parse
 from train.learn.in_flight import capacity
 from train.learn.optimizer import make_optimizer
 from train.learn.packing import ALIGNMENT
@@ -537,3 +545,27 @@ def _kept(text: TextConfig, policy: Remat) -> int:
     }
     # "none" keeps all intermediate results, about twice the products.
     return kept.get(policy, text.hidden_size + attention + 2 * products)
+
+
+# --- the command ---
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns 0 if the recipe fits the devices here, else 1."""
+    run = parse(sys.argv[1:] if argv is None else argv, RECIPES, "python -m paravt_extras.fit")
+    gpu.reserve_memory()
+    devices = found_devices()
+    try:
+        if devices.platform == "cpu" and run.model.size != "tiny":
+            slices = ", ".join(smallest_slices(run))
+            raise ValueError(f"{run.name} needs a GPU or a TPU, such as one of {slices}")
+        gpu.require_type("model.dtype", run.model.dtype)
+        print(f"{run.name} fits {devices.name}: {fit(run, devices).describe()}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,7 +17,7 @@ _COMMANDS = {
     "ask": ("rollout.ask", "answer a question about a video"),
     "evaluate": ("rollout.evaluate", "score a model on a benchmark, or compare runs"),
     "export": ("train.export", "write a checkpoint as a Hugging Face folder"),
-    "fits": ("paravt_extras.fits", "list which recipes fit the devices here"),
+    "fit": ("paravt_extras.fit", "say whether a recipe fits the devices here"),
     "rehearse": ("paravt_extras.rehearsal", "go through all phases of a recipe, cut to minutes"),
     "plan": ("paravt_extras.plan", "compile a recipe for a TPU slice, to see if it fits"),
     "scenes": ("paravt_extras.scenes", "draw videos with questions, to try a real model"),

@@ -70,23 +70,6 @@ class Data:
         """Return the conversations of a packed row, by their numbers."""
         return tuple(self.conversations[n] for n in numbers)
 
-    def of_kinds(self, kinds: Sequence[str]) -> Data:
-        """Return the same data with training questions of some kinds only; all, if `kinds` is
-        empty.
-
-        Raises:
-            ValueError: No question is of these kinds.
-        """
-        if not kinds:
-            return self
-        chosen = tuple(question for question in self.questions if question.kind in kinds)
-        if not chosen:
-            raise ValueError(
-                f"rl.kinds: {', '.join(kinds)}; none of {len(self.questions)} questions is of "
-                "these kinds: give others, or none for all"
-            )
-        return dataclasses.replace(self, questions=chosen)
-
 
 def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
     """Pack conversations into rows. Conversations longer than a row are left out.

@@ -200,7 +200,7 @@ def _prepare(run: Run, home: Home, questions: Sequence[Question] | None) -> Data
         home.run_folder.push()
     if run.data is not None:
         hosts.require_same(f"data.folder: {run.data.folder}, the prepared set", data.digest)
-    return data if run.rl is None else data.of_kinds(run.rl.kinds)
+    return data
 
 
 def _checking(run: Run, home: Home, data: Data, unreadable: dict[str, str]) -> Home:

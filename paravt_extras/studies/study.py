@@ -21,7 +21,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.typing import RcKeyType
 
-from configs.paravt_tiny import paravt_tiny
 from paravt_extras import markdown
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.stored import write_atomically
@@ -29,7 +28,7 @@ from train.durable.interrupts import Interrupts
 from train.durable.metrics import read_metrics
 from train.durable.run_folder import claim_folder
 from train.run import command, execute, resolved
-from train.settings import EvaluationSettings, Run
+from train.settings import Run
 
 Figures = dict[str, float | None]
 """Figures of a run, by the name of their line; None: not measured."""
@@ -60,15 +59,6 @@ _LOOK: dict[RcKeyType, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "study",
 }
-
-
-def greedy_evaluation() -> EvaluationSettings:
-    """Return the evaluation of `paravt_tiny` with greedy, parallel episodes only."""
-    return dataclasses.replace(
-        paravt_tiny().evaluation,
-        dispatch=("parallel",),
-        temperatures=(0.0,),
-    )
 
 
 def from_cold_start(start: Run) -> dict[str, Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import pathlib
+import types
 
+import jax
 import pytest
 
+import paravt_extras.fit as command
 from configs import RECIPES
 from models.lora import LoRASettings
 from paravt_extras.fit import GIB, OPEN_FIELDS, choose_mesh, fit, mesh_sizes
@@ -138,3 +141,14 @@ def test_a_gpu_decodes_on_copies_with_as_many_slots_as_fit():
         for gib in (14, 21.5, 36, 72)
     ]
     assert slots == sorted(slots) and slots[0] == 8 and slots[-1] == 64
+
+
+def test_the_command_says_whether_a_recipe_fits_the_devices_here(monkeypatch, capsys):
+    assert command.main(["--config=paravt_tiny"]) == 0
+    assert command.main(["--config=paravt_2b_lora"]) == 1
+    assert "needs a GPU or a TPU, such as one of v4:2x2x1, v5e:1x1" in capsys.readouterr().err
+    monkeypatch.setattr(command, "found_devices", lambda: Devices("T4", 1, 1, 13 * GIB, "gpu"))
+    fields = {"platform": "gpu", "device_kind": "T4", "compute_capability": "7.5"}
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(**fields)])
+    assert command.main(["--config=paravt_2b_lora"]) == 1
+    assert "no bfloat16" in capsys.readouterr().err

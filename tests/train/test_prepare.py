@@ -45,16 +45,6 @@ def test_new_unreadable_videos_are_named_once(road, capsys):
         note_unreadable(Run(name="own"), dataclasses.replace(data, videos=10), {"c.mp4": "empty"})
 
 
-def test_rl_can_train_on_some_kinds_of_questions(road):
-    chosen = road.data.of_kinds(("mcq",))
-    assert 0 < len(chosen.questions) < len(road.data.questions)
-    assert {question.kind for question in chosen.questions} == {"mcq"}
-    assert chosen.heldout == road.data.heldout
-    assert road.data.of_kinds(()) == road.data
-    with pytest.raises(ValueError, match=r"rl.kinds: oe; none of \d+ questions"):
-        road.data.of_kinds(("oe",))
-
-
 def test_preparing_again_makes_nothing_anew(road, folder):
     files = [p for p in folder.rglob("*") if p.is_file()]
     before = [file.stat().st_mtime_ns for file in files]

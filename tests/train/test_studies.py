@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -11,14 +10,12 @@ import jax
 import pytest
 
 from configs.paradox import ARMS
-from configs.paravt_tiny import paravt_tiny
-from paravt_extras.studies import gating, paradox, study
-from paravt_extras.studies.gating import DRAWN, FIXED, Gating
+from paravt_extras.studies import paradox, study
 from paravt_extras.studies.paradox import COLD_START, Paradox
 from train.durable.interrupts import Interrupts
 from train.durable.run_folder import claim_folder
 from train.run import resolved
-from train.settings import RLSettings, Run
+from train.settings import Run
 
 GRPO, ANCHORED, GATED, FULL = ARMS
 KS = (4, 64)
@@ -92,11 +89,6 @@ def cells(folder: pathlib.Path) -> dict[str, list[str]]:
     return {entry[0]: entry[1:] for entry in entries}
 
 
-def rl_of(run: Run) -> RLSettings:
-    assert run.rl is not None
-    return run.rl
-
-
 # --- the runs ---
 
 
@@ -113,21 +105,6 @@ def test_the_settings_of_the_paradox_share_one_cold_start():
             assert (run.world, run.text) == (start.world, start.text)
             assert run.evaluation == start.evaluation
     assert len({run.run_dir for of_arm in runs.values() for run in of_arm}) == 9
-
-
-def test_the_arms_of_gating_differ_in_k_alone():
-    runs = gating.runs_of(Gating("g", seeds=(4, 5)))
-    for start, drawn, fixed in zip(*runs.values(), strict=True):
-        assert start.world is not None and start.seed == start.world.seed
-        for arm in (drawn, fixed):
-            assert arm.model.path == f"{start.run_dir}/model"
-            assert (arm.sft, arm.align) == (None, None)
-            assert (arm.seed, arm.world, arm.text) == (start.seed, start.world, start.text)
-        assert drawn.rl == dataclasses.replace(rl_of(paravt_tiny()), kinds=("mcq",))
-        assert fixed.rl == dataclasses.replace(rl_of(drawn), frame_budgets=(64,))
-        same = {"rl": None, "run_dir": "", "name": ""}
-        assert resolved(drawn) | same == resolved(fixed) | same
-        assert start.rl is None
 
 
 # --- the commands ---
@@ -156,18 +133,3 @@ def test_the_paradox_writes_its_table_and_its_figure_and_finished_runs_are_only_
     assert paradox.main(command) == 0
     assert not fake.done
     assert (folder / "figure.svg").read_text() == figure
-
-
-def test_gating_compares_both_arms_before_and_after(fake, tmp_path):
-    assert gating.main(["--run-dir", str(tmp_path), "--seeds", "7", "9"]) == 0
-    assert [name for name, _ in fake.done] == ["start", "drawn", "fixed"] * 2
-    table = cells(tmp_path)
-    assert table[""] == [DRAWN, FIXED]
-    assert table["accuracy, choice, K = 4, before RL"] == ["0.1 [0.1, 0.1]"] * 2
-    assert table["accuracy, choice, K = 4, after RL"] == ["0.58 [0.57, 0.59]"] * 2
-    # With K = 64 all overviews show the answer here.
-    assert "crops, choice, answer not shown, K = 64, after RL" not in table
-    drawing: Any = gating.draw({DRAWN: gating.runs_of(Gating(str(tmp_path), (7, 9)))[DRAWN]})
-    (axes, *_) = drawing.axes
-    assert list(axes.lines[0].get_xdata()) == [0, 14, 56]
-    assert axes.lines[0].get_ydata() == pytest.approx([0.1, 0.2, 0.58])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from models.remat import Remat
 from paravt_jax.checks import require_above, require_at_least, require_choices
@@ -31,8 +30,6 @@ class RLSettings:
     """Numbers of overview frames K; one is drawn per prompt (nFrames gating)."""
     temperature: float = 0.7
     """Sampling temperature of rollouts."""
-    kinds: tuple[Literal["mcq", "tvg", "oe"], ...] = ()
-    """Kinds of questions to train on: mcq (choice), tvg (grounding), oe (open); empty: all."""
     max_staleness: int = 0
     """Updates that a rollout may outlive: 0, 1 (trained in the step after) or 2 (at the latest)."""
     microbatch_tokens: int = 16_384
