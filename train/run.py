@@ -77,7 +77,7 @@ def resolved(run: Run) -> dict[str, Any]:
     del settings["profile"]
     if run.data is not None:
         del settings["data"]["decoder"]
-    return as_json(settings, "the run's settings")
+    return as_json(settings)
 
 
 def execute(

@@ -13,7 +13,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from paravt_jax.data.stored import read_json, write_atomically
+from paravt_jax.data.stored import parse_json, write_atomically
 from train.durable.metrics import read_metrics, step_seconds
 from train.evaluation_file import EvaluationRow, read_evaluation_file
 
@@ -39,7 +39,8 @@ def read_result(folder: pathlib.Path) -> Record:
         DamagedFileError: The file holds something else.
     """
     remedy = "delete it and start the run's command again, which writes it anew"
-    return read_json(folder / "result.json", _Result, remedy)
+    file = folder / "result.json"
+    return parse_json(file.read_bytes(), str(file), _Result, remedy)
 
 
 def read_evaluation(folder: pathlib.Path, name: str) -> list[Record]:

@@ -70,47 +70,19 @@ def appearing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        # Contents first, then names: after a power failure, `folder` must not exist without its
-        # contents.
-        for path in (*temporary.rglob("*"), temporary):
-            _sync(path)
+        # After a power failure, `folder` must not exist without its contents.
+        os.sync()
         os.replace(temporary, folder)
-        _sync(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _sync(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # --- JSON ---
-
-_MARK = b'{"checksum": '
 
 
 class DamagedFileError(ValueError):
     """A file of a run does not hold what the run wrote; the message is one line."""
-
-
-def read_json(file: pathlib.Path, kind: Any, remedy: str) -> Any:
-    """Read a JSON file of a run.
-
-    Args:
-        file: The file.
-        kind: The type of its content; see `mismatch`.
-        remedy: What to do about a damaged file.
-
-    Raises:
-        OSError: The file cannot be read.
-        DamagedFileError: It holds something else.
-    """
-    return parse_json(file.read_bytes(), str(file), kind, remedy)
 
 
 def write_checked_json(
@@ -122,61 +94,56 @@ def write_checked_json(
 
 
 def read_checked_json(file: pathlib.Path, kind: Any, remedy: str) -> Any:
-    """Read what `write_checked_json` wrote; see `read_json`.
+    """Read a file that `write_checked_json` wrote.
 
-    Files of earlier versions, which have no checksum, are read as they are.
+    Args:
+        file: The file.
+        kind: The type of its content; see `parse_json`.
+        remedy: What to do about a damaged file.
+
+    Raises:
+        OSError: The file cannot be read.
+        DamagedFileError: It is damaged, or holds something else.
     """
     return parse_checked_json(file.read_bytes(), str(file), kind, remedy)
 
 
 def parse_checked_json(content: bytes, name: str, kind: Any, remedy: str) -> Any:
-    """Parse what `write_checked_json` wrote; `name` is that of its file. See `read_json`."""
-    if has_checksum(content):
-        first, _, rest = content.partition(b"\n")
-        if first != _first_line(rest):
-            raise DamagedFileError(f"{name}: damaged: its checksum is wrong; {remedy}")
-        content = b"{" + rest
-    return parse_json(content, name, kind, remedy)
-
-
-def has_checksum(content: bytes) -> bool:
-    """Return whether a file has, or had before it was damaged, a checksum of itself."""
-    first = content.partition(b"\n")[0]
-    # Earlier versions wrote "{" into the first line, or all of the content.
-    return first.startswith(_MARK) or first.endswith(b",")
+    """Parse what `write_checked_json` wrote; `name` is that of its file. See `parse_json`."""
+    first, _, rest = content.partition(b"\n")
+    if first != _first_line(rest):
+        raise DamagedFileError(f"{name}: damaged: its checksum is wrong; {remedy}")
+    return parse_json(b"{" + rest, name, kind, remedy)
 
 
 def _first_line(rest: bytes) -> bytes:
-    return _MARK + b"%d," % zlib.crc32(rest)
+    return b'{"checksum": %d,' % zlib.crc32(rest)
 
 
 def parse_json(content: bytes, name: str, kind: Any, remedy: str) -> Any:
-    """Parse JSON that a run wrote; `name` is that of its file. See `read_json`."""
+    """Parse JSON that a run wrote.
+
+    Args:
+        content: What its file holds.
+        name: The file, for messages.
+        kind: Anything that pydantic knows, such as a `TypedDict`, which may have other keys, too.
+        remedy: What to do about a damaged file.
+
+    Raises:
+        DamagedFileError: It is no JSON, or not of this type.
+    """
     try:
         value = json.loads(content)
     # ValueError: not JSON or not UTF-8. RecursionError: nested too deeply.
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{name}: damaged: not JSON ({error}); {remedy}") from error
-    wrong = mismatch(value, kind)
-    if wrong:
-        raise DamagedFileError(f"{name}: damaged: {wrong}; {remedy}")
-    return value
-
-
-def mismatch(value: Any, kind: Any) -> str:
-    """Return the first place where a JSON value is not of a type, in words; "" if there is none.
-
-    Args:
-        value: What JSON was read to.
-        kind: Anything that pydantic knows, such as a `TypedDict`, which may have other keys, too.
-    """
     try:
         _adapter(kind).validate_python(value, strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        return f"{where}: {first['msg']}"
-    return ""
+        raise DamagedFileError(f"{name}: damaged: {where}: {first['msg']}; {remedy}") from error
+    return value
 
 
 _adapter = functools.cache(pydantic.TypeAdapter)
@@ -187,22 +154,9 @@ _adapter = functools.cache(pydantic.TypeAdapter)
 _ABSENT = "(absent)"
 
 
-def as_json(value: Any, name: str) -> Any:
-    """Return `value` as JSON reads it back; tuples become lists.
-
-    Args:
-        value: The value to store.
-        name: What to call it in an error message.
-
-    Raises:
-        TypeError: JSON cannot hold the value.
-    """
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} has to be a JSON value (number, text, None, list, dict): {error}."
-        ) from error
+def as_json(value: Any) -> Any:
+    """Return `value` as JSON reads it back; tuples become lists."""
+    return json.loads(json.dumps(value))
 
 
 def require_same(

@@ -89,7 +89,7 @@ class Checkpoints:
         read_only: bool = False,
     ) -> None:
         self.folder = any_path(folder)
-        self._identity = as_json(identity or {}, "identity")
+        self._identity = as_json(identity or {})
         self._asynchronous = asynchronous
         # By default, BestN would keep every checkpoint that has no score.
         best_one = policies.BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
@@ -132,7 +132,7 @@ class Checkpoints:
         record = {
             "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
             "sums": _sums(leaves),
-            "meta": as_json(meta, "meta"),
+            "meta": as_json(meta),
             "identity": self._identity,
         }
         items = ocp.args.Composite(

@@ -184,7 +184,7 @@ def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> TextIO:
         TypeError: `config` is not JSON.
     """
     folder = pathlib.Path(run_dir).absolute()
-    config = as_json(config, "the run's configuration")
+    config = as_json(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo:
@@ -225,7 +225,7 @@ def _is_continued(folder: AnyPath, config: dict[str, Any]) -> bool:
     require_same(
         f"--run-dir {folder} holds a run of another configuration",
         identity(read_config(folder, "--run-dir")),
-        identity(as_json(config, "the run's configuration")),
+        identity(as_json(config)),
         "Name another --run-dir, or use its settings.",
         RunFolderError,
     )
