@@ -49,8 +49,8 @@ from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data import archives, tokenizer_file
 from paravt_jax.data.archives import ArchiveError
 from paravt_jax.data.example_reading import Example, ExampleReading, read_example
-from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.frames import ReadTask, VideoError
+from paravt_jax.data.frame_reader import FrameReader
+from paravt_jax.data.frames import PixelRules, ReadTask, VideoError
 from paravt_jax.data.published import open_table, read_table
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.data.workers import Workers
@@ -195,7 +195,7 @@ class FileKind:
 
 def media(folders: Folders, seeds: dict[str, bytes]) -> FileKind:
     """Videos and pictures, read by worker processes as in training and evaluation."""
-    reader = FrameReader(ReaderSettings(workers=2, deadline=SECONDS / 2))
+    reader = FrameReader(workers=2, deadline=SECONDS / 2)
 
     def make(rng: random.Random) -> tuple[str, bytes]:
         name = rng.choice(sorted(seeds))
@@ -206,7 +206,7 @@ def media(folders: Folders, seeds: dict[str, bytes]) -> FileKind:
         path = folders.inside / f"case-{name}"
         path.write_bytes(data)
         try:
-            found = reader.request(ReadTask(str(path), 4, reader.settings.rules)).result()
+            found = reader.request(ReadTask(str(path), 4, PixelRules())).result()
             return "read" if len(found.frames) else "no frames"
         except VideoError as error:
             return refused(error, path)

@@ -59,6 +59,9 @@ class Delayed:
     def request(self, task: ReadTask) -> Future[ReadFrames]:
         return self._pool.submit(self._read, task)
 
+    def ahead(self, task: ReadTask) -> None:
+        """Do nothing: each task takes its time when it is asked for."""
+
     def _read(self, task: ReadTask) -> ReadFrames:
         time.sleep(self._seconds(task))
         return self._source.request(task).result()

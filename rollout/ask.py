@@ -31,7 +31,7 @@ from models.weights.folder import local_folder
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.foreign import read_srt
-from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
@@ -85,7 +85,7 @@ class Assistant:
         protocol: ProtocolSettings | None = None,
         frames: FrameSettings | None = None,
     ):
-        reader = FrameReader(ReaderSettings())
+        reader = FrameReader()
         # In a notebook, models come and go in a process that lives for days.
         weakref.finalize(self, reader.close)
         features = FrameFeatures(

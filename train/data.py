@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import grain
 import numpy as np
-from jaxtyping import Int64
 
+from models.features import VideoFiles
 from paravt_jax.data.loader import Ahead, Packing, pack, stream
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Caption, Question
@@ -24,20 +23,6 @@ _Batch = tuple[tuple[int, ...], ...]
 
 # Batches of packed rows whose frames are read in advance.
 _DEPTH = 2
-
-
-@runtime_checkable
-class ReadsAhead(Protocol):
-    """Reads frames before they are asked for: a `FrameReader`."""
-
-    def ahead(
-        self,
-        path: str | os.PathLike,
-        wanted: Sequence[int] | Int64[np.ndarray, " m"] | int,
-        crop: bool = False,
-    ) -> None:
-        """Begin to read frames of a file: their numbers, or the number of an overview's frames."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +89,14 @@ def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
 
 
 def row_stream(
-    data: Data, packing: Packing, reader: ReadsAhead | None, seed: int, rows: int
+    data: Data, packing: Packing, files: VideoFiles | None, seed: int, rows: int
 ) -> grain.DatasetIterator[Any] | Ahead[_Batch, _Batch]:
     """Stream batches of packed rows without end.
 
     Args:
         data: The conversations.
         packing: The rows, from `pack_rows`.
-        reader: Reads this process's share of the frames in advance; None: nothing is prefetched.
+        files: Reads this process's share of the frames in advance; None: nothing is prefetched.
         seed: Decides the order of rows.
         rows: Rows per batch.
 
@@ -120,14 +105,14 @@ def row_stream(
         get the same batches.
     """
     batches = stream(packing.rows, seed, rows)
-    if reader is None:
+    if files is None:
         return batches
 
     def prefetch(batch: _Batch) -> _Batch:
         for numbers in batch[hosts.share_of(len(batch))]:
             for conversation in data.row(numbers):
                 for clip in conversation.clips:
-                    reader.ahead(data.root / clip.path, clip.indices, clip.crop)
+                    files.ahead(clip.path, clip.indices, clip.crop)
         return batch
 
     return Ahead(batches, _DEPTH, prefetch)
@@ -142,7 +127,7 @@ class QuestionStream:
 
     Args:
         data: The questions.
-        reader: Reads the overviews of the groups of which this process plays rollouts (`deal`);
+        files: Reads the overviews of the groups of which this process plays rollouts (`deal`);
             None: nothing is read in advance.
         seed: Decides the order of questions.
         group_size: Rollouts per question.
@@ -152,13 +137,12 @@ class QuestionStream:
     def __init__(
         self,
         data: Data,
-        reader: ReadsAhead | None,
+        files: VideoFiles | None,
         seed: int,
         group_size: int,
         budgets: Callable[[int], Sequence[int]],
     ):
-        self._root = data.root
-        self._reader = reader
+        self._files = files
         self._group_size = group_size
         self._budgets = budgets
         self._questions: Ahead[Any, tuple[Question, ...]] = Ahead(stream(data.questions, seed, 1))
@@ -185,7 +169,7 @@ class QuestionStream:
     def _read_ahead(self, step: int) -> None:
         """Request the overviews of the next questions, which a step will ask."""
         self._requested = step
-        if self._reader is None:
+        if self._files is None:
             return
         budgets = self._budgets(step)
         upcoming = self._questions.peek(len(budgets))
@@ -197,4 +181,4 @@ class QuestionStream:
         groups = {n // self._group_size for n, process in enumerate(dealt) if process == own}
         for group in sorted(groups):
             (question,) = upcoming[group]
-            self._reader.ahead(self._root / question.video, budgets[group])
+            self._files.ahead(question.video, budgets[group])

@@ -1,4 +1,4 @@
-"""Settings of published data and your own questions; their reader and held-out questions."""
+"""Settings of published data and your own questions, and their held-out questions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import collections
 import dataclasses
 import hashlib
 
-from models.config import VisionConfig
-from models.features import FrameSettings
 from paravt_jax.checks import require_at_least
 from paravt_jax.data.any_path import require_local
-from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.video import Decoder, require_decoder
 from paravt_jax.method.records import Question
 
@@ -43,26 +40,6 @@ class DataSettings:
             raise ValueError("data.folder: empty; give a local folder")
         require_local("data.folder", self.folder)
         require_decoder("data.decoder", self.decoder)
-
-
-def open_reader(
-    settings: DataSettings | None, frames: FrameSettings, vision: VisionConfig
-) -> FrameReader:
-    """Open the processes that read frames of videos; the caller closes the reader.
-
-    Args:
-        settings: Decoder for published files; None: the small world.
-        frames: How frames are resized.
-        vision: The model's vision tower.
-    """
-    return FrameReader(
-        ReaderSettings(
-            rules=frames.rules(vision),
-            crop_rules=frames.rules(vision, crop=True),
-            decoder="pyav" if settings is None else settings.decoder,
-            whole=frames.batch,
-        )
-    )
 
 
 def hold_out(

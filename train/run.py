@@ -35,6 +35,7 @@ from paravt_extras.fit import fit
 from paravt_extras.report.finish import final_report
 from paravt_extras.slices import found_devices
 from paravt_jax.data.any_path import is_bucket
+from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.stored import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
@@ -58,7 +59,6 @@ from train.model import first_model, require_model, take_apart
 from train.model_folder import export_run
 from train.out_of_memory import naming_remedies
 from train.prepare import note_unreadable, prepare
-from train.published_data import open_reader
 from train.rl import train_rl
 from train.settings import Run
 from train.sft import train_sft
@@ -129,8 +129,8 @@ def execute(
         # Training donates its input weights: their memory is reused, and only the weights that a
         # phase returns are still valid.
         parts, weights = take_apart(model, run, mesh, origin)
-        reader = open_reader(run.data, run.frames, model.config.vision)
-        stack.enter_context(contextlib.closing(reader))
+        decoder = "pyav" if run.data is None else run.data.decoder
+        reader = stack.enter_context(FrameReader(decoder=decoder))
         environment = open_environment(run, data, parts, reader)
         home = _checking(run, home, data, environment.features.unreadable)
         home.usage.trains(model.config, mesh.size)
@@ -139,7 +139,7 @@ def execute(
             actor = open_actor(run, data, parts, environment, weights, judge)
         evaluator = Evaluator(run, home, data, actor)
         # The frames of the small world stay in memory, so nothing is read ahead of time.
-        ahead = None if run.data is None else reader
+        ahead = None if run.data is None else environment.features
 
         if run.sft is not None:
             batches = SFTBatches(run.sft, data, ahead, run.seed, environment, mesh)

@@ -41,6 +41,7 @@ __all__ = [
     "FrameSettings",
     "FrameReading",
     "ShownFrames",
+    "VideoFiles",
     "frame_tokens",
     "tower_mesh",
 ]

@@ -242,12 +242,27 @@ class VideoFiles:
             rules: How the frames are resized; None: as those of an overview.
         """
         rules = rules or self.settings.rules(self._vision)
-        task = ReadTask(str(join(self.root, name)), wanted, rules, self.settings.batch)
+        task = self._task(name, wanted, rules)
         stamp = self.stamp(name)
         future = self._futures.get((stamp, task))
         if future is None:
             future = self._futures[stamp, task] = self.source.request(task)
         return FileRead(name, rules, stamp, future)
+
+    def ahead(self, name: str, wanted: Wanted, crop: bool = False) -> None:
+        """Read frames that will be asked for. A file that cannot be read is no error before that.
+
+        Args:
+            name: The video.
+            wanted: The frames.
+            crop: Whether a crop shows them.
+        """
+        with contextlib.suppress(VideoError):
+            rules = self.settings.rules(self._vision, crop)
+            self.source.ahead(self._task(name, wanted, rules))
+
+    def _task(self, name: str, wanted: Wanted, rules: PixelRules) -> ReadTask:
+        return ReadTask(str(join(self.root, name)), wanted, rules, self.settings.batch)
 
     def read_frames(self, frames: Sequence[Frame]) -> FileRead:
         """Begin to read frames of one kind, with the others that are encoded with them."""

@@ -7,42 +7,17 @@ crashes its worker raises `VideoError`, like any other bad file.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 
-import numpy as np
-from jaxtyping import Int64
-
 from paravt_jax.data import video
-from paravt_jax.data.frames import PixelRules, ReadFrames, ReadTask, VideoError
+from paravt_jax.data.frames import ReadFrames, ReadTask, VideoError
 from paravt_jax.data.workers import WorkerError, Workers
 
 PATIENCE = 600.0
 """Time limit for reading a file that may be a film on a slow disk, in seconds."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ReaderSettings:
-    """Worker processes, time limit and frame sizes of a `FrameReader`."""
-
-    workers: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
-    """Number of worker processes; by default one per core."""
-    deadline: float = PATIENCE
-    """Time limit for reading one file, in seconds."""
-    ready: int = 256
-    """Upper bound on requests of `ahead`; one for 64 frames of 224 x 224 takes 9.2 MiB."""
-    rules: PixelRules = PixelRules()
-    """How frames of overviews are resized."""
-    crop_rules: PixelRules = PixelRules()
-    """How frames of crops are resized."""
-    decoder: video.Decoder = "pyav"
-    """Library that decodes; decord for the files that it reads exactly."""
-    whole: int = 0
-    """Of videos with at most this many frames, `ahead` reads all in place of an overview."""
 
 
 class FrameReader(Workers[ReadTask, ReadFrames]):
@@ -50,35 +25,30 @@ class FrameReader(Workers[ReadTask, ReadFrames]):
 
     Neither `ahead` nor `request` waits. Files are read in the order of these calls. Use it in a
     `with` block, or call `close`. Several threads may use it.
+
+    Args:
+        workers: Number of worker processes; by default one per core.
+        deadline: Time limit for reading one file, in seconds.
+        ready: Upper bound on requests of `ahead`; one for 64 frames of 224 x 224 takes 9.2 MiB.
+        decoder: Library that decodes; decord for the files that it reads exactly.
     """
 
-    def __init__(self, settings: ReaderSettings):
-        read = functools.partial(video.fetch, decoder=settings.decoder)
-        super().__init__(read, settings.workers, settings.deadline)
-        self.settings = settings
+    def __init__(
+        self,
+        workers: int = os.cpu_count() or 1,
+        deadline: float = PATIENCE,
+        ready: int = 256,
+        decoder: video.Decoder = "pyav",
+    ):
+        super().__init__(functools.partial(video.fetch, decoder=decoder), workers, deadline)
         # Frames that are never asked for must not fill the memory: the oldest are dropped.
         self._ahead: collections.deque[tuple[ReadTask, Future[ReadFrames]]] = collections.deque(
-            maxlen=settings.ready
+            maxlen=ready
         )
         self._ahead_lock = threading.Lock()
 
-    def ahead(
-        self,
-        path: str | os.PathLike,
-        wanted: Sequence[int] | Int64[np.ndarray, " m"] | int,
-        crop: bool = False,
-    ) -> None:
-        """Read frames of a file that `request` will ask for.
-
-        Args:
-            path: The file.
-            wanted: Frame numbers, or the number of frames of an overview.
-            crop: Whether a crop shows them, which may have limits of its own.
-        """
-        if not isinstance(wanted, int):
-            wanted = tuple(int(n) for n in wanted)
-        rules = self.settings.crop_rules if crop else self.settings.rules
-        task = ReadTask(str(path), wanted, rules, self.settings.whole)
+    def ahead(self, task: ReadTask) -> None:
+        """Read frames that `request` will ask for."""
         with self._ahead_lock:
             self._ahead.append((task, self.submit(task)))
 

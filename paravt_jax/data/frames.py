@@ -284,6 +284,10 @@ class FrameSource(Protocol):
         """Begin to read. The future raises `VideoError` if the file cannot be read."""
         ...
 
+    def ahead(self, task: ReadTask) -> None:
+        """Begin to read what `request` will ask for, if other processes read files."""
+        ...
+
 
 def carry_out(
     task: ReadTask,

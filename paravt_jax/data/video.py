@@ -142,6 +142,10 @@ def request(task: ReadTask) -> Future[ReadFrames]:
     return read_now(lambda: fetch(task))
 
 
+def ahead(task: ReadTask) -> None:
+    """Do nothing: `request` reads in the calling thread."""
+
+
 def is_picture(path: str | os.PathLike) -> bool:
     """Return whether a file is a picture, judged by its name."""
     return pathlib.PurePath(path).suffix.lower() in _PICTURES

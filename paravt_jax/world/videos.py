@@ -254,6 +254,9 @@ class DrawnVideos:
         """Draw the frames at once."""
         return read_now(lambda: carry_out(task, self._probe, self._read))
 
+    def ahead(self, task: ReadTask) -> None:
+        """Do nothing: `request` draws the frames at once."""
+
 
 def render(
     settings: WorldSettings,

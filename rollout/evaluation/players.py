@@ -18,7 +18,7 @@ from models.sharding import make_mesh
 from models.weights.folder import local_folder
 from models.weights.hf_config import from_hf
 from paravt_jax.data import tokenizer_file
-from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.protocol import Protocol
 from rollout.agent.endpoint import EndpointSampler, FrameImages
@@ -125,16 +125,9 @@ def load_player(
 def open_reader(setup: Setup, replicas: int) -> FrameReader:
     """Open the processes that read videos for all replicas of a host; the caller closes them."""
     settings = setup.settings
-    frames, vision = settings.frames(), setup.config.vision
     crops = replicas * settings.episodes * settings.protocol.max_calls
     return FrameReader(
-        ReaderSettings(
-            min(crops, max(1, (os.cpu_count() or 1) - 1)),
-            # The coming questions, and one per replica that has just been taken.
-            ready=(settings.episodes + 1) * replicas,
-            # What is read ahead has to equal what is asked for.
-            whole=frames.batch,
-            rules=frames.rules(vision),
-            crop_rules=frames.rules(vision, crop=True),
-        )
+        min(crops, max(1, (os.cpu_count() or 1) - 1)),
+        # The coming questions, and one per replica that has just been taken.
+        ready=(settings.episodes + 1) * replicas,
     )

@@ -215,12 +215,14 @@ def _play_split(
                     players.append(load_player(setup, reader, judge, stack, devices))
             return players
 
+        players = hosts.on_all(load_all)
+
         def read_ahead(video: str) -> None:
             path = setup.videos.find(video)
             if settings.k and path:
-                reader.ahead(setup.videos.root / path, settings.k)
+                # All players share the reader.
+                players[0].environment.features.ahead(path, settings.k)
 
-        players = hosts.on_all(load_all)
         queue = Queue(units, read_ahead, settings.episodes * len(groups))
         progress = Progress(_split(settings), "question", every=10.0, shown=hosts.is_first())
         stack.enter_context(progress)

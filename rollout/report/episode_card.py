@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.frames import ReadTask, VideoError, VideoInfo
 from paravt_jax.method.accuracy import chosen_option
 from rollout.report.templates import environment, number, plural, seconds
@@ -223,7 +223,7 @@ def _frames(path: pathlib.Path, times: Sequence[float]) -> dict[str, Any]:
 # One process for all pages that this one makes. It ends with this one.
 @functools.cache
 def _reader() -> FrameReader:
-    return FrameReader(ReaderSettings(workers=1))
+    return FrameReader(workers=1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -247,6 +247,9 @@ def test_eight_devices_share_the_frames():
             def request(self, task):
                 return read_now(lambda: carry_out(task, self.probe, self.read))
 
+            def ahead(self, task):
+                pass
+
             def probe(self, path):
                 return VideoInfo(path, 20, 20.0, np.arange(20.0), 64, 64)
 

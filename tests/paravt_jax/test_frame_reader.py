@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from paravt_jax.data import video
-from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.frames import (
     PixelRules,
     ReadFrames,
@@ -24,7 +24,7 @@ from paravt_jax.data.frames import (
 
 @pytest.fixture(scope="module")
 def reader():
-    with FrameReader(ReaderSettings(workers=2)) as reader:
+    with FrameReader(workers=2) as reader:
         yield reader
 
 
@@ -39,16 +39,19 @@ def read_directly(path, indices):
     return np.stack([resize(frame, size) for frame in video.read(path, indices)])
 
 
+def task_of(path, wanted) -> ReadTask:
+    return ReadTask(str(path), wanted if isinstance(wanted, int) else tuple(wanted), PixelRules())
+
+
 def read(reader, path, indices):
     """Request frames, and wait for them."""
-    task = ReadTask(str(path), tuple(indices), reader.settings.rules)
-    found = reader.request(task).result()
+    found = reader.request(task_of(path, indices)).result()
     assert set(indices) <= set(found.indices)
     return found.frames[[found.indices.index(n) for n in indices]]
 
 
 def probe(reader, path):
-    return reader.request(ReadTask(str(path), (), reader.settings.rules)).result().info
+    return reader.request(task_of(path, ())).result().info
 
 
 def test_frames_equal_those_of_video_read_and_resize(reader, clip, late_reads):
@@ -56,26 +59,26 @@ def test_frames_equal_those_of_video_read_and_resize(reader, clip, late_reads):
     late = late_reads()
     np.testing.assert_array_equal(read(reader, clip, [0, 60, 50]), expected)
     assert late_reads() == late + 1
-    reader.ahead(clip, [0, 50, 60, 7])
+    reader.ahead(task_of(clip, [0, 50, 60, 7]))
     np.testing.assert_array_equal(read(reader, clip, [0, 60, 50]), expected)
     assert late_reads() == late + 1
 
 
 def test_one_request_serves_the_length_and_an_overview(reader, clip, late_reads):
     late = late_reads()
-    reader.ahead(clip, 4)
+    reader.ahead(task_of(clip, 4))
     info = probe(reader, clip)
     expected = video.probe(clip)
     assert (info.frames, info.duration) == (expected.frames, expected.duration)
     np.testing.assert_array_equal(info.times, expected.times)
-    found = reader.request(ReadTask(str(clip), 4, reader.settings.rules)).result()
+    found = reader.request(task_of(clip, 4)).result()
     assert list(found.indices) == overview_indices(info.frames, 4).tolist()
     np.testing.assert_array_equal(found.frames, read_directly(clip, found.indices))
     assert late_reads() == late
 
 
 def test_a_short_video_is_read_whole(reader, clip):
-    found = reader.request(ReadTask(str(clip), 4, reader.settings.rules, whole=10**6)).result()
+    found = reader.request(ReadTask(str(clip), 4, PixelRules(), whole=10**6)).result()
     assert found.indices == tuple(range(found.info.frames))
     np.testing.assert_array_equal(found.frames, read_directly(clip, found.indices))
 
@@ -83,7 +86,7 @@ def test_a_short_video_is_read_whole(reader, clip):
 def test_each_of_several_requests_for_one_file_is_served(reader, clip, late_reads):
     late = late_reads()
     for indices in ([1, 2], [30, 31], [1, 2]):
-        reader.ahead(clip, indices)
+        reader.ahead(task_of(clip, indices))
     for indices in ([30], [2, 1], [1, 2]):
         np.testing.assert_array_equal(read(reader, clip, indices), read_directly(clip, indices))
     assert late_reads() == late
@@ -101,7 +104,7 @@ def test_a_bad_file_is_an_error_when_it_is_read_and_not_before(reader, clip, tmp
         (tmp_path / "foreign.mp4", "codec"),
         (tmp_path / ("a" * 300), "name too long"),
     ):
-        reader.ahead(path, [0])
+        reader.ahead(task_of(path, [0]))
         with pytest.raises(VideoError, match=reason):
             read(reader, path, [0])
         with pytest.raises(VideoError, match=reason):
@@ -109,10 +112,9 @@ def test_a_bad_file_is_an_error_when_it_is_read_and_not_before(reader, clip, tmp
 
 
 def test_frames_that_do_not_exist_are_not_read(reader, clip):
-    reader.ahead(clip, [10**6])
+    reader.ahead(task_of(clip, [10**6]))
     assert probe(reader, clip).frames < 10**6
-    missing = ReadTask(str(clip), (0, 10**6), reader.settings.rules)
-    assert reader.request(missing).result().indices == ()
+    assert reader.request(task_of(clip, (0, 10**6))).result().indices == ()
     np.testing.assert_array_equal(read(reader, clip, [0]), read_directly(clip, [0]))
 
 
@@ -135,7 +137,7 @@ def test_a_file_beyond_its_deadline_is_a_bad_file(clip, tmp_path, monkeypatch):
         shutil.copyfile(clip, tmp_path / name)
     # The worker process imports this function by its name, so the patch reaches it.
     monkeypatch.setattr(video, "fetch", read_or_hang)
-    with FrameReader(ReaderSettings(workers=1, deadline=5)) as reader:
+    with FrameReader(workers=1, deadline=5) as reader:
         with pytest.raises(VideoError, match="5 s"):
             read(reader, tmp_path / "hangs.mp4", [0])
         # A new process reads the next file.
@@ -146,9 +148,9 @@ def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path, late_r
     paths = [tmp_path / f"{n}.mp4" for n in range(5)]
     for path in paths:
         shutil.copyfile(clip, path)
-    with FrameReader(ReaderSettings(workers=1, ready=2)) as reader:
+    with FrameReader(workers=1, ready=2) as reader:
         for path in paths:
-            reader.ahead(path, [0])
+            reader.ahead(task_of(path, [0]))
         late = []
         for path in paths:
             before = late_reads()
@@ -158,10 +160,9 @@ def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path, late_r
 
 
 def test_closing_ends_all_requests_for_those_who_wait_for_them(clip):
-    reader = FrameReader(ReaderSettings(workers=1))
-    tasks = [ReadTask(str(clip), (n,), reader.settings.rules) for n in range(20)]
+    reader = FrameReader(workers=1)
     # The process takes longer to start than these requests, so most are still in the queue.
-    futures = [reader.request(task) for task in tasks]
+    futures = [reader.request(task_of(clip, (n,))) for n in range(20)]
     reader.close()
     # `FrameFeatures` waits like this, maybe in another thread.
     assert not wait(futures, 0).not_done

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from paravt_jax.data import video, video_index
-from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.frames import ReadTask
+from paravt_jax.data.frame_reader import FrameReader
+from paravt_jax.data.frames import PixelRules, ReadTask
 
 SIZE = 64
 # Distances between keyframes, and B-frames that refer across them.
@@ -275,8 +275,8 @@ def test_a_damaged_index_is_built_again(damage, tmp_path, fresh_folder, opens):
 def test_many_processes_build_one_index(tmp_path, fresh_folder):
     path = make(tmp_path / "clip.mp4", options={"g": "10"})
     expected = plain_decode(path)
-    with FrameReader(ReaderSettings(workers=3)) as reader:
-        task = ReadTask(str(path), (5, 77), reader.settings.rules)
+    with FrameReader(workers=3) as reader:
+        task = ReadTask(str(path), (5, 77), PixelRules())
         reads = [reader.request(task) for _ in range(6)]
         assert {read.result().info.frames for read in reads} == {100}
     assert len(list(fresh_folder.iterdir())) == 1

@@ -8,14 +8,14 @@ import json
 import os
 import pathlib
 import re
+from collections.abc import Iterator
 
 import pytest
 
 from configs.paravt_8b import paravt_8b, sft_8b
-from models.features import FrameFeatures, FrameSettings
+from models.features import FrameFeatures, FrameSettings, VideoFiles
 from paravt_jax.data import tokenizer_file, video
-from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.frames import ReadTask
+from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.preparation import LEFT_OUT
 from paravt_jax.data.stored import lock
 from paravt_jax.method.grpo import GRPOSettings
@@ -121,60 +121,60 @@ def test_a_folder_in_which_another_process_prepares_is_refused(data, run, tmp_pa
     )
 
 
-def test_row_batches_continue_exactly_and_their_frames_are_prefetched(
-    data, small_world, late_reads
-):
-    def fresh(reader):
-        return row_stream(data, pack_rows(data, 2048, seed=0), reader, seed=3, rows=1)
+@pytest.fixture
+def videos(data, small_model) -> Iterator[VideoFiles]:
+    """The videos of the prepared set, read by a process."""
+    with FrameReader(workers=1) as reader:
+        yield VideoFiles(data.root, reader, FrameSettings(), small_model.config.vision)
 
-    with FrameReader(ReaderSettings(workers=1)) as reader:
-        rows = fresh(reader)
-        batches = list(itertools.islice(rows, 3))
-        state = json.loads(json.dumps(rows.get_state()))
-        expected = list(itertools.islice(rows, 4))
-        again = fresh(reader)
-        again.set_state(state)
-        assert list(itertools.islice(again, 4)) == expected
-        # Frames of the first batch were prefetched: reading them starts no new work.
-        late = late_reads()
-        clips = [clip for n in batches[0] for c in data.row(n) for clip in c.clips]
-        for clip in clips:
-            path = str(small_world.folder / clip.path)
-            task = ReadTask(path, tuple(clip.indices), reader.settings.rules)
-            assert set(clip.indices) <= set(reader.request(task).result().indices)
-        assert late_reads() == late
+
+def test_row_batches_continue_exactly_and_their_frames_are_prefetched(data, videos, late_reads):
+    def fresh():
+        return row_stream(data, pack_rows(data, 2048, seed=0), videos, seed=3, rows=1)
+
+    rows = fresh()
+    batches = list(itertools.islice(rows, 3))
+    state = json.loads(json.dumps(rows.get_state()))
+    expected = list(itertools.islice(rows, 4))
+    again = fresh()
+    again.set_state(state)
+    assert list(itertools.islice(again, 4)) == expected
+    # Frames of the first batch were prefetched: reading them starts no new work.
+    late = late_reads()
+    clips = [clip for n in batches[0] for c in data.row(n) for clip in c.clips]
+    for clip in clips:
+        read = videos.read(clip.path, clip.indices)
+        assert set(clip.indices) <= set(videos.wait(read).indices)
+    assert late_reads() == late
 
 
 def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(
-    data, small_world, late_reads
+    data, videos, late_reads
 ):
     """Also after a restart, each step prefetches with its own frame budgets."""
     budgets = {0: [2, 3], 1: [4, 1], 2: [2, 2], 3: [1, 3], 4: [3, 3], 5: [1, 1], 6: [2, 1]}
 
-    def late_overviews(reader, batch, step):
+    def late_overviews(batch, step):
         """Number of a batch's overviews that were not prefetched."""
         late = late_reads()
         for question, frames in zip(batch, budgets[step], strict=True):
-            task = ReadTask(str(small_world.folder / question.video), frames, reader.settings.rules)
-            assert len(reader.request(task).result().frames) == frames
+            assert len(videos.wait(videos.read(question.video, frames)).frames) == frames
         return late_reads() - late
 
-    def fresh(reader):
-        return QuestionStream(data, reader, 3, 2, budgets.__getitem__)
+    def fresh():
+        return QuestionStream(data, videos, 3, 2, budgets.__getitem__)
 
-    with FrameReader(ReaderSettings(workers=1)) as reader:
-        questions = fresh(reader)
-        before = [questions.draw(step) for step in range(2)]
-        for step, batch in enumerate(before):
-            assert late_overviews(reader, batch, step) == 0
-        state = json.loads(json.dumps(questions.get_state()))
-        after = [questions.draw(step) for step in range(2, 5)]
-    with FrameReader(ReaderSettings(workers=1)) as reader:
-        again = fresh(reader)
-        again.set_state(state)
-        for step, batch in enumerate(after, 2):
-            assert again.draw(step) == batch
-            assert late_overviews(reader, batch, step) == 0
+    questions = fresh()
+    before = [questions.draw(step) for step in range(2)]
+    for step, batch in enumerate(before):
+        assert late_overviews(batch, step) == 0
+    state = json.loads(json.dumps(questions.get_state()))
+    after = [questions.draw(step) for step in range(2, 5)]
+    again = fresh()
+    again.set_state(state)
+    for step, batch in enumerate(after, 2):
+        assert again.draw(step) == batch
+        assert late_overviews(batch, step) == 0
     heldout = {question.id for question in data.heldout}
     assert heldout.isdisjoint(question.id for batch in before + after for question in batch)
 
@@ -185,11 +185,8 @@ def test_processes_prefetch_the_overviews_of_rollouts_that_they_play(
     """Of 7 prompts x 8 rollouts, 16 hosts play 3 or 4 each: parts of one group or of two."""
     prefetched: set[int] = set()
 
-    class Reader(FrameReader):
-        def __init__(self):
-            """Starts no processes."""
-
-        def ahead(self, path, wanted, crop=False):
+    class Files(VideoFiles):
+        def ahead(self, name, wanted, crop=False):
             assert isinstance(wanted, int)
             prefetched.add(wanted)
 
@@ -198,13 +195,14 @@ def test_processes_prefetch_the_overviews_of_rollouts_that_they_play(
         small_model.vision, small_model.config, FrameSettings(), small_world.folder, source=video
     )
     environment = Environment(Protocol(data.vocabulary, ProtocolSettings()), features)
+    files = Files(data.root, video, FrameSettings(), small_model.config.vision)
     # Every prompt has a budget of its own, by which it is found.
     budgets = {0: [*range(10, 17)], 1: [*range(20, 27)]}
     monkeypatch.setattr(hosts, "process_count", lambda: 16)
     for process in range(16):
         monkeypatch.setattr(hosts, "process_index", lambda process=process: process)
         prefetched.clear()
-        drawn = QuestionStream(data, Reader(), 3, 8, budgets.__getitem__).draw(0)
+        drawn = QuestionStream(data, files, 3, 8, budgets.__getitem__).draw(0)
         groups = begin(drawn, settings, 0, 0)
         Player(environment, 0.7).deal(groups, now=0)
         played = {

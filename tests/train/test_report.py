@@ -17,6 +17,7 @@ from PIL import Image
 
 from paravt_extras.report.chart import line_chart, lines_chart, moving_mean
 from paravt_extras.report.page import key_figures, write_report
+from paravt_jax.data.stored import write_checked_json
 from paravt_jax.method.records import CallStatus
 from rollout.report.episode_card import EXECUTED
 from rollout.report.templates import number
@@ -192,7 +193,7 @@ def fake_run(folder, seed=0, videos=3):
     write_lines(folder / "episodes.jsonl", episodes)
     (folder / "result.json").write_text(json.dumps(fake_result()))
     config = {"name": "paravt_tiny", "seed": seed, "rl": {"group_size": 8, "temperature": 0.7}}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_checked_json(folder / "config.json", config)
     return folder
 
 
@@ -278,7 +279,7 @@ def test_key_figures_are_means_over_k_and_the_gain_at_the_smallest():
 
 @pytest.mark.parametrize(("dtype", "bad"), [("float32", 2), ("bfloat16", 1)])
 def test_a_rule_that_is_not_met_is_marked_and_the_gap_has_one_in_float32_only(dtype, bad, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model": {"dtype": dtype}}))
+    write_checked_json(tmp_path / "config.json", {"model": {"dtype": dtype}})
     checks = {"token_mismatches": 3, "logprob_gap": 2e-3, "recompilations_after_warmup": 0}
     (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": []} | checks))
     page = page_of(tmp_path)
@@ -360,7 +361,7 @@ def test_hostile_texts_are_escaped(tmp_path):
         rewards={HOSTILE: 1.0},
         **dict.fromkeys(("answer", "stop", "dispatch"), HOSTILE),
     )
-    (tmp_path / "config.json").write_text(json.dumps({"name": HOSTILE, "note": HOSTILE}))
+    write_checked_json(tmp_path / "config.json", {"name": HOSTILE, "note": HOSTILE})
     write_lines(tmp_path / "metrics.jsonl", [{"phase": "rl", "step": 0, "wall": 0.0, HOSTILE: 1.0}])
     entry = fake_result()["after"][0] | {"dispatch": HOSTILE}
     (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": [entry]}))
@@ -399,7 +400,7 @@ def unfinished_run(folder, last_step=20):
     fake_run(folder)
     (folder / "result.json").unlink()
     config = {"name": "paravt_tiny", "align": {"steps": 30}, "rl": {"steps": 48}}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_checked_json(folder / "config.json", config)
     entries = [
         entry | {"wall": 1.7e9, "recompilations": 0.0}
         for entry in fake_metrics(random.Random(0))
@@ -417,9 +418,8 @@ def unfinished_run(folder, last_step=20):
             ("curve-000016", greedy),
         ):
             file = folder / "evaluation" / f"{name}-{k}.json"
-            file.write_text(
-                json.dumps({"phase": "sft", "step": 1, "rows": content, "episodes": []})
-            )
+            stored = {"phase": "sft", "step": 1, "rows": content, "episodes": []}
+            write_checked_json(file, stored)
     return folder
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from paravt_extras import summary
 from paravt_extras.summary import SummaryLine
+from paravt_jax.data.stored import write_checked_json
 from train.durable.run_folder import FORMAT
 
 Result = dict[str, Any]
@@ -66,7 +67,7 @@ def test_the_command_prints_means_over_runs(tmp_path, capsys):
     for name, accuracy in (("a", 0.1), ("b", 0.2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(json.dumps(result_with(accuracy)))
-        (tmp_path / name / "config.json").write_text(json.dumps({"format": FORMAT}))
+        write_checked_json(tmp_path / name / "config.json", {"format": FORMAT})
     assert summary.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
     figures = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in out.splitlines()]
@@ -80,6 +81,6 @@ def test_the_command_prints_means_over_runs(tmp_path, capsys):
 
 def test_a_run_of_an_older_version_is_named(tmp_path, capsys):
     (tmp_path / "result.json").write_text(json.dumps(result_with(0.1)))
-    (tmp_path / "config.json").write_text(json.dumps({"format": 5}))
+    write_checked_json(tmp_path / "config.json", {"format": 5})
     assert summary.main([str(tmp_path)]) == 1
     assert "has format 5" in capsys.readouterr().err

@@ -18,6 +18,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
+from models.features import VideoFiles
 from models.remat import Remat
 from models.sharding import Lowering, require_mesh, row_devices
 from models.text import TextDecoder
@@ -29,7 +30,7 @@ from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.grpo import masked_mean
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment
-from train.data import Data, ReadsAhead, pack_rows, row_stream
+from train.data import Data, pack_rows, row_stream
 from train.learn.batch import Microbatch
 from train.learn.conversation_rows import (
     Rendered,
@@ -208,7 +209,7 @@ class SFTBatches:
     Args:
         settings: Settings of the cold start.
         data: Conversations, with their lengths in tokens.
-        reader: Reads the frames of the next steps ahead of time; None: frames are read when used.
+        files: Reads the frames of the next steps ahead of time; None: frames are read when used.
         seed: Decides the order of conversations.
         environment: Renders conversations as tokens, and encodes frames.
         mesh: The mesh of training.
@@ -226,7 +227,7 @@ class SFTBatches:
         self,
         settings: SFTSettings,
         data: Data,
-        reader: ReadsAhead | None,
+        files: VideoFiles | None,
         seed: int,
         environment: Environment,
         mesh: Mesh,
@@ -237,7 +238,7 @@ class SFTBatches:
         self._protocol = environment.protocol
         self._features = environment.features
         packing = pack_rows(data, settings.row_tokens, seed)
-        rows = row_stream(data, packing, reader, seed, settings.rows)
+        rows = row_stream(data, packing, files, seed, settings.rows)
         self._pipeline = Pipeline(rows, self._begin, self._finish)
         # Conversations of published data are read from disk, row by row.
         chats = (data.row(numbers) for numbers in packing.rows)
