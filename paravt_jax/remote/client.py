@@ -39,9 +39,8 @@ _ADDRESS = "check the address (up to and including /v1) and the model's name"
 _KEY = "check the key (see key_variable) and its permissions"
 _LOG = "look into the server's log"
 # What to do about an HTTP status; about others, look into the log.
-_REMEDIES = {401: _KEY, 403: _KEY, 404: _ADDRESS, 429: _FEWER} | dict.fromkeys(
-    (301, 302, 303, 307, 308), "give the address to which the server redirects"
-)
+_REMEDIES = {401: _KEY, 403: _KEY, 429: _FEWER}
+_REMEDIES |= dict.fromkeys((301, 302, 303, 307, 308, 404), _ADDRESS)
 
 Answer = TypeVar("Answer")
 
@@ -84,10 +83,14 @@ class Failure:
     """The HTTP status, if the server answered with an error."""
     late: bool = False
     """Whether the deadline of the request ended it."""
-    again: bool = True
-    """Whether another attempt may succeed."""
     wait: float = 0.0
     """Seconds that the server asks to wait before the next attempt."""
+
+    @property
+    def again(self) -> bool:
+        """Whether another attempt may succeed."""
+        # 408 (timeout), 429 (too many requests) and server errors may be temporary.
+        return self.status in (0, 408, 429) or self.status >= 500
 
     def __str__(self) -> str:
         return f"{self.what}; {self.remedy}"
@@ -237,12 +240,10 @@ class Client:
         message = _server_message(body, key)
         status = response.status_code
         if not response.is_success:
-            # 408 (timeout), 429 (too many requests) and server errors may be temporary.
-            again = status in (408, 429) or status >= 500
-            remedy = _REMEDIES.get(status, _LOG)
             asked = response.headers.get("Retry-After", "")  # seconds; a date is ignored
             wait = float(asked) if re.fullmatch(r"\d+(\.\d+)?", asked, re.ASCII) else 0.0
-            return Failure(f"status {status}{message}", remedy, status, again=again, wait=wait)
+            remedy = _REMEDIES.get(status, _LOG)
+            return Failure(f"status {status}{message}", remedy, status, wait=wait)
         try:
             return read(_choice(body))
         except UnusableReply as error:
@@ -263,38 +264,21 @@ def _choice(body: bytes) -> Choice:
     try:
         choice = json.loads(body)["choices"][0]
         message = choice["message"]
-        text = _joined(message.get("content"))
+        content = message.get("content")
+        text = content if isinstance(content, str) else None
         parsed = any(map(message.get, ("reasoning_content", "reasoning", "tool_calls")))
         return Choice(text, choice.get("finish_reason"), choice.get("stop_reason"), parsed)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UnusableReply("the reply is not a complete chat completion") from error
 
 
-def _joined(content: Any) -> str | None:
-    """Return a content's text, which may be a list of items; None if it has none."""
-    if not isinstance(content, list):
-        return content if isinstance(content, str) else None
-    items = [item for item in content if isinstance(item, dict) and item.get("type") == "text"]
-    texts = [item["text"] for item in items if isinstance(item.get("text"), str)]
-    return "".join(texts) if texts else None
-
-
 def _server_message(body: bytes, key: str) -> str:
-    """Return what a server says in brackets, on one line and without the key; "" for nothing.
-
-    It is a field of the reply's JSON, or else its text.
-    """
-    try:
-        reply = json.loads(body)
-    except (ValueError, RecursionError):
-        reply = None
-    for field in ("error", "message", "detail"):
-        if isinstance(reply, dict) and field in reply:
-            reply = reply[field]
-    text = reply if isinstance(reply, str) else body.decode("utf-8", errors="replace")
+    """Return what a server says in brackets, on one line and without the key; "" for nothing."""
+    text = body.decode("utf-8", errors="replace")
     # Control characters could move the cursor of the terminal that shows the message.
     printable = "".join(c if c.isprintable() else " " for c in text)
-    message = " ".join(printable.split())
+    # JSON may write a key's "/" as "\/".
+    message = " ".join(printable.split()).replace("\\/", "/")
     if key:
         message = message.replace(key, "[the key]")
     return f" ({message[:_MESSAGE_LIMIT]})" if message else ""

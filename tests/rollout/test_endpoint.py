@@ -220,7 +220,6 @@ def test_a_reply_cut_at_its_token_limit_is_a_truncated_turn(ask):
 @pytest.mark.parametrize(
     ("reply", "message", "asked"),
     [
-        (Reply(status=307), "status 307; give the address", 1),
         (Reply(status=404), "status 404; check the address", 1),
         (Reply(close=True), "the connection failed", 3),
         (Reply(b"hello"), r"not a complete chat completion \(hello\); check the address", 3),
