@@ -189,12 +189,11 @@ def _prepare(run: Run, home: Home, questions: Sequence[Question] | None) -> Data
     def check() -> None:
         # The other processes are waiting and cannot vote, so the first one decides alone. They
         # receive its `Stopped` when it leaves the block below.
-        if hosts.is_first():
-            home.interrupts.check_alone(
-                "stopped while preparing the data; finished videos are kept"
-            )
+        asked = home.interrupts.asked()
+        if asked is not None and hosts.is_first():
+            raise Stopped(asked, "stopped while preparing the data; finished videos are kept")
 
-    with hosts.one_after_another(alike=Stopped):
+    with hosts.one_after_another():
         home.run_folder.pull()
         data = prepare(run, home.folder, check, questions)
         home.run_folder.push()

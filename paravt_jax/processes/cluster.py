@@ -15,7 +15,7 @@ from typing import NoReturn
 import jax
 
 from paravt_jax.processes import hosts
-from paravt_jax.processes.exit_codes import LOST, TEMPORARY
+from paravt_jax.processes.exit_codes import LOST, TEMPORARY, one_line
 
 # jax 0.10 reads only the first of these itself.
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -82,7 +82,7 @@ def connect(patience: int = 300) -> None:
         if not is_named() and "must be called before" in str(error):
             return
         # For example, one of them was started again while the others still ran.
-        end(TEMPORARY, f"error: hosts: joining failed ({_shortened(error)}); {REMEDY}")
+        end(TEMPORARY, f"error: hosts: joining failed ({one_line(error)}); {REMEDY}")
     finally:
         timer.cancel()
     # With asynchronous dispatch a CPU runs independent programs at the same time. Collectives of
@@ -177,11 +177,5 @@ def end_without_others(error: Exception) -> NoReturn:
     end(
         LOST,
         "error: another process of this run ended or cannot be reached "
-        f"({_shortened(error)}); start all of them again",
+        f"({one_line(error)}); start all of them again",
     )
-
-
-def _shortened(error: Exception) -> str:
-    """Return the error on one line of at most 200 characters."""
-    line = " ".join(str(error).split())
-    return line if len(line) <= 200 else f"{line[:200]} ..."

@@ -37,6 +37,12 @@ _TEMPORARY_ERRNOS = (
 )
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error on one line, with its end: TensorStore puts the cause after long paths."""
+    line = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return line if len(line) <= 300 else f"{line[:100]} ... {line[-190:]}"
+
+
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a command that ends because of `error`.
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from paravt_jax.processes.exit_codes import FAILED, UserError, exit_code
+from paravt_jax.processes.exit_codes import UserError, exit_code
 
 T = TypeVar("T")
 
@@ -25,12 +25,9 @@ T = TypeVar("T")
 class HostsError(UserError):
     """Another process of the run failed. This one ends with the same exit code."""
 
-    def __init__(self, message: str, code: int = FAILED):
-        super().__init__(message, code)
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
         self.exit_code = code
-
-    def __str__(self) -> str:
-        return self.args[0]
 
 
 _SMALLEST_MESSAGE = 1 << 20  # bytes
@@ -129,23 +126,17 @@ def require_same(name: str, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def one_after_another(alike: type[BaseException] | None = None) -> Iterator[None]:
+def one_after_another() -> Iterator[None]:
     """Run the block on the first process, then on all others, which find the files it wrote.
 
-    If the block fails on the first process, it fails on every process.
-
-    Args:
-        alike: Exception type that the other processes raise exactly as the first one did; it can be
-            pickled. For every other exception they raise HostsError.
+    If the block fails on the first process, it fails on every process: the others raise HostsError,
+    or the same exception if that is no `Exception`, such as one that stops the run.
     """
     error: BaseException | None = None
     if not is_first():
         # Wait here until the first process has left its block: gather returns only when every
         # process has called it, and the first one calls it in `finally` below.
-        failure = gather(None)[0]
-        if isinstance(failure, BaseException):
-            raise failure
-        _raise_failure(failure)
+        _raise_failure(gather(None)[0])
     try:
         yield
     except BaseException as raised:
@@ -153,21 +144,22 @@ def one_after_another(alike: type[BaseException] | None = None) -> Iterator[None
         raise
     finally:
         if is_first():
-            raised_alike = alike is not None and isinstance(error, alike)
-            gather(error if raised_alike else _described(error))
+            gather(_described(error))
 
 
-# An exception as text and exit code, because not every exception can be pickled.
-_Failure = tuple[str, int]
+# A failure as others get it. Of an error, text and exit code: not every error can be pickled.
+_Failure = tuple[str, int] | BaseException | None
 
 
-def _described(error: BaseException | None) -> _Failure | None:
-    if error is None:
-        return None
+def _described(error: BaseException | None) -> _Failure:
+    if not isinstance(error, Exception):
+        return error
     return f"{type(error).__name__}: {error}", exit_code(error)
 
 
-def _raise_failure(failure: _Failure | None, index: int = 0) -> None:
+def _raise_failure(failure: _Failure, index: int = 0) -> None:
+    if isinstance(failure, BaseException):
+        raise failure
     if failure is not None:
         text, code = failure
         raise HostsError(f"process {index} failed first: {text}", code)

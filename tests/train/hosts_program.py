@@ -52,7 +52,7 @@ def talk(folder: pathlib.Path, index: int) -> dict:
     except ValueError as error:
         apart = str(error)
     try:
-        with hosts.one_after_another(alike=Stopped):
+        with hosts.one_after_another():
             if hosts.is_first():
                 raise Stopped(signal.SIGTERM, "kept")
         stopped = ""

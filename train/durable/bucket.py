@@ -19,7 +19,7 @@ import fsspec.core
 from paravt_jax.data.any_path import any_path, is_bucket
 from paravt_jax.data.archives import ArchiveError, inside
 from paravt_jax.data.stored import DamagedFileError, parse_json
-from paravt_jax.processes.exit_codes import TEMPORARY, UserError
+from paravt_jax.processes.exit_codes import TEMPORARY, UserError, one_line
 
 MANIFEST = "files.json"
 _REMEDY = "restore it from a backup, or start anew with another --run-dir"
@@ -59,7 +59,7 @@ def named_errors(address: str) -> Iterator[None]:
     except Exception as error:
         if not is_bucket(address):
             raise
-        cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        cause = one_line(error)
         is_refusal = isinstance(error, FileNotFoundError | PermissionError)
         is_refusal |= getattr(error, "code", None) in (401, 403)
         if is_refusal or any(word in cause for word in _REFUSALS):

@@ -32,8 +32,8 @@ from models.fingerprint import array_fingerprints, host_fingerprint
 from paravt_jax.data.any_path import any_path
 from paravt_jax.data.stored import as_json, require_same
 from paravt_jax.processes import cluster, hosts
-from paravt_jax.processes.exit_codes import TEMPORARY, UserError
-from train.durable.bucket import BucketError, named_errors
+from paravt_jax.processes.exit_codes import TEMPORARY, UserError, one_line
+from train.durable.bucket import named_errors
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class Checkpoints:
         folder: Its folder.
 
     Raises:
-        CheckpointError: The folder cannot be used.
+        OSError: The folder cannot be used.
         BucketError: The store cannot be used.
     """
 
@@ -101,17 +101,10 @@ class Checkpoints:
             read_only=read_only,
             create=not read_only,
         )
-        try:
-            with named_errors(str(self.folder)):
-                self._manager = ocp.CheckpointManager(
-                    self.folder, options=options, item_names=(_STATE, _META)
-                )
-        except BucketError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"the checkpoint folder {self.folder} cannot be used: {_cause(error)}."
-            ) from error
+        with named_errors(str(self.folder)):
+            self._manager = ocp.CheckpointManager(
+                self.folder, options=options, item_names=(_STATE, _META)
+            )
 
     def save(
         self, step: int, state: PyTree, meta: dict[str, Any], score: float | None = None
@@ -236,7 +229,7 @@ class Checkpoints:
             if isinstance(error, TimeoutError) and "barrier" in str(error):
                 cluster.end_without_others(error)
         raise SaveError(
-            f"saving a checkpoint in {self.folder} failed ({_cause(error)}); earlier ones are "
+            f"saving a checkpoint in {self.folder} failed ({one_line(error)}); earlier ones are "
             "intact: make room if the disk is full, and start the same command again."
         ) from error
 
@@ -267,7 +260,7 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: arguments}))[item]
         except Exception as error:
-            raise self.unreadable(step, _cause(error)) from error
+            raise self.unreadable(step, one_line(error)) from error
 
     def unreadable(self, step: int, cause: str) -> CheckpointError:
         """Return the error of a checkpoint that cannot be read."""
@@ -349,9 +342,3 @@ def _wait_for_others(*, key: str, timeout_ms: int) -> None:
     """
     if sys.exc_info()[0] is None:
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
-
-def _cause(error: Exception) -> str:
-    """Return an error on one line, with its end: TensorStore puts the cause after long paths."""
-    line = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return line if len(line) <= 300 else f"{line[:100]} ... {line[-190:]}"

@@ -52,9 +52,7 @@ class Interrupts:
 
     def asked(self) -> int | None:
         """Return the number of the signal that this process received, or None."""
-        if self._first_signal is None:
-            return None
-        return self._first_signal[0]
+        return None if self._first_signal is None else self._first_signal[0]
 
     def agree(self) -> int | None:
         """Return the first signal that any process of the run received, or None.
@@ -75,12 +73,6 @@ class Interrupts:
             kept: message of the exception: what is saved and what the next start repeats.
         """
         number = self.agree()
-        if number is not None:
-            raise Stopped(number, kept)
-
-    def check_alone(self, kept: str) -> None:
-        """Do the same as `check`, for a process that works while the others wait for it."""
-        number = self.asked()
         if number is not None:
             raise Stopped(number, kept)
 
