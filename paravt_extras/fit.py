@@ -252,9 +252,8 @@ def require_dividing(run: Run, devices: Devices) -> None:
         reason = f"{heads} heads and {kv_heads} kv heads do not divide over {tensor} devices"
     elif fsdp * tensor > 1:
         # All dimensions of the tower may be whole.
-        decoder = nnx.state(abstract_model(config, lora=run.lora).text)
         try:
-            param_shardings(decoder, AbstractMesh(mesh, MESH_AXES))
+            param_shardings(_decoder(config, run.lora), AbstractMesh(mesh, MESH_AXES))
         except ValueError as error:
             reason = str(error).partition(";")[0]
     if reason:
@@ -262,6 +261,12 @@ def require_dividing(run: Run, devices: Devices) -> None:
             f"mesh: {' x '.join(map(str, mesh))} (data, fsdp, tensor): {reason}; let it be chosen: "
             "--mesh.data 1 --mesh.fsdp 0 --mesh.tensor 0"
         )
+
+
+@functools.cache
+def _decoder(config: ModelConfig, lora: LoRASettings | None) -> nnx.State:
+    """Return the abstract arrays of the text decoder."""
+    return nnx.state(abstract_model(config, lora=lora).text)
 
 
 # --- what is chosen: the first that fits ---
@@ -423,6 +428,7 @@ class _Memory:
         numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
         self.token = numbers * shapes.itemsize / self.engine_devices
         self.engine_weights = _numbers(shapes.text) * shapes.itemsize / self.engine_devices
+        self.sft_state = self._state(run.sft)
         self.rl_state = self._state(run.rl)
 
     def _state(self, phase: Any) -> float:
@@ -445,7 +451,7 @@ class _Memory:
         # computes for the one after it is spread over all devices.
         vectors = (2 * self.run.mesh.data + 1) * self._cached(rows * shape.visual)
         activations = self._activations(policy, rows * shape.tokens / microbatches)
-        return self._state(self.run.sft) + gradients + vectors + activations
+        return self.sft_state + gradients + vectors + activations
 
     def rl(self, policy: Remat, bound: int) -> float:
         """Return what an update of RL needs with at most `bound` tokens in a micro-batch."""

@@ -22,13 +22,12 @@ from models.peft_folder import ADAPTER_CONFIG, base_fingerprint
 from models.sharding import param_shardings
 from models.trained import Skeleton, TrainedVision, merge_vision, split, split_vision
 from models.vision import encoding_weights
-from models.weights.folder import CONFIG, local_folder, require_readable
+from models.weights.folder import CONFIG, local_folder, require_readable, weights_hash
 from models.weights.hf import load
 from models.weights.hf_config import from_hf, to_hf
 from paravt_jax.data.stored import require_same
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
-from rollout.evaluation.weights_hash import weights_hash
 from train.data import Data
 from train.durable.saver import Origin
 from train.learn.update import TrainState

@@ -32,7 +32,7 @@ from models.model import VisionLanguageModel
 from models.sharding import make_mesh
 from paravt_extras.check import as_text, check, require_ready
 from paravt_extras.fit import fit
-from paravt_extras.report.finish import final_report
+from paravt_extras.report.page import final_report
 from paravt_extras.slices import found_devices
 from paravt_jax.data.any_path import is_bucket
 from paravt_jax.data.frame_reader import FrameReader

@@ -6,6 +6,7 @@ tensors. It does not depend on the model.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -238,3 +239,18 @@ def new_files(
 def to_json(content: Mapping[str, Any]) -> bytes:
     """Return the content of a JSON file, as transformers and PEFT write it."""
     return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def weights_hash(folder: Path) -> str:
+    """Hash the content of a checkpoint: its weights, their configuration and tokenizer.json.
+
+    A copied or moved checkpoint keeps its hash.
+    """
+    total = hashlib.blake2b(digest_size=16)
+    others = [folder / name for name in ("config.json", "tokenizer.json", "adapter_config.json")]
+    for file in sorted([*folder.glob("*.safetensors"), *others]):
+        if file.exists():
+            with file.open("rb") as stream:
+                content = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
+            total.update(file.name.encode() + b"\0" + content.digest())
+    return total.hexdigest()

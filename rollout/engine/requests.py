@@ -213,11 +213,7 @@ async def together(*agents: Coroutine[Any, Any, Result]) -> list[Result]:
     return await Gathering(agents)
 
 
-def run(
-    sampler: Sampler,
-    agents: Sequence[Coroutine[Any, Any, Result]],
-    progress: Callable[[int, int], None] | None = None,
-) -> list[Result]:
+def run(sampler: Sampler, agents: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Run all agents to their end.
 
     Nothing else may use the sampler meanwhile: answers to other requests would be lost. If an
@@ -226,7 +222,6 @@ def run(
     Args:
         sampler: answers the agents' requests.
         agents: coroutines that await nothing but `ask`, `together` and readings of frames.
-        progress: called with (agents done, agents in total) whenever some are done.
 
     Returns:
         The agents' results, in their order.
@@ -236,8 +231,6 @@ def run(
         with contextlib.closing(as_done(sampler, agents)) as finished:
             for batch in finished:
                 results.update(batch)
-                if progress:
-                    progress(len(results), len(agents))
     finally:
         # Agents that never started would warn that they were never awaited.
         for agent in agents:

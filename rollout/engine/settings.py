@@ -45,10 +45,6 @@ class EngineSizes:
 
     def __post_init__(self):
         self._check_each()
-        if not self.row_lengths:
-            raise ValueError("EngineSizes.row_lengths: (); give at least one length")
-        if not self.prefill_lengths:
-            raise ValueError("EngineSizes.prefill_lengths: (); give at least one length")
         shortest = self.row_lengths[0]
         longest = self.row_lengths[-1]
         # A layout with shared prefixes always has all slots as rows.
@@ -76,7 +72,8 @@ class EngineSizes:
         for name in ("row_lengths", "prefill_lengths", "prefix_lengths"):
             lengths = getattr(self, name)
             ascending = list(lengths) == sorted(set(lengths))
-            if not ascending or any(length < 1 or length % self.page for length in lengths):
+            missing = not lengths and name != "prefix_lengths"
+            if missing or not ascending or any(n < 1 or n % self.page for n in lengths):
                 raise ValueError(
                     f"EngineSizes.{name}: {lengths}; give ascending multiples of page = {self.page}"
                 )

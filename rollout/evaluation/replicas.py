@@ -11,6 +11,7 @@ import collections
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 
@@ -98,38 +99,29 @@ def play_all(
         yield from players[0].lines(items.items())
         return
     stop = threading.Event()  # another replica has failed, or the caller stops
-    # Lines, exceptions, and None at the end of a replica.
-    done: queue.SimpleQueue[Line | BaseException | None] = queue.SimpleQueue()
+    # Lines, and each replica at its end.
+    done: queue.SimpleQueue[Line | Future[None]] = queue.SimpleQueue()
 
     def play_items(player: SplitPlayer, devices: Devices) -> None:
-        try:
-            with jax.default_device(devices[0]):
-                for line in player.lines(items.items()):
-                    done.put(line)
-                    if stop.is_set():
-                        break
-            done.put(None)
-        except BaseException as error:
-            done.put(error)
+        with jax.default_device(devices[0]):
+            for line in player.lines(items.items()):
+                done.put(line)
+                if stop.is_set():
+                    return
 
-    threads = [
-        threading.Thread(target=play_items, args=replica, daemon=True)
-        for replica in zip(players, groups, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        playing = len(players)
-        while playing:
-            line = done.get()
-            if isinstance(line, BaseException):
-                raise line
-            if line is None:
-                playing -= 1
-            else:
-                yield line
-    finally:
-        # A thread that is inside a device program at the end of the process would crash it.
-        stop.set()
-        for thread in threads:
-            thread.join()
+    # It waits for its threads: one that is inside a device program at the end of the process would
+    # crash it.
+    with ThreadPoolExecutor(len(players)) as pool:
+        try:
+            for replica in zip(players, groups, strict=True):
+                pool.submit(play_items, *replica).add_done_callback(done.put)
+            playing = len(players)
+            while playing:
+                line = done.get()
+                if isinstance(line, Future):
+                    line.result()
+                    playing -= 1
+                else:
+                    yield line
+        finally:
+            stop.set()

@@ -17,7 +17,7 @@ import jax
 
 from models.compile_cache import use_cache
 from models.peft_folder import base_folder
-from models.weights.folder import require_readable
+from models.weights.folder import require_readable, weights_hash
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
@@ -39,7 +39,6 @@ from rollout.evaluation.replicas import Devices, Queue, device_groups, play_all,
 from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.split import SplitPlayer
 from rollout.evaluation.summary import report, summarise
-from rollout.evaluation.weights_hash import weights_hash
 
 
 def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None = None) -> Line:

@@ -1,4 +1,4 @@
-"""The page tree against a flat table of all cached prefixes, and by example.
+"""The page tree against a flat table of all cached prefixes.
 
 In the table a page is named by all tokens up to its last one, so sharing needs no tree.
 """
@@ -269,6 +269,3 @@ class Pages(RuleBasedStateMachine):
 
 def test_any_course_of_sequences():
     run_state_machine_as_test(Pages, settings=settings(max_examples=120, stateful_step_count=40))
-
-
-# --- by example ---

@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -207,12 +206,6 @@ def test_a_refused_request_cancels_all_others():
 
 
 # --- refused input ---
-
-
-@pytest.fixture
-def unchecked(monkeypatch):
-    """Without the type checker of the test run, as users call it."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.mark.parametrize(

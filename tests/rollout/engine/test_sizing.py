@@ -73,7 +73,7 @@ VALID = EngineSizes(
     [
         ("row_lengths", (64, 130), "multiples of page = 8"),
         ("row_lengths", (136, 64), "ascending"),
-        ("row_lengths", (), "at least one"),
+        ("row_lengths", (), "multiples of page = 8"),
         ("prefix_lengths", (12,), "multiples of page = 8"),
         ("slots", 6, "multiple of rows_per_prefix = 4"),
         ("pages", 16, "at least 17"),
