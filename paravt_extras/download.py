@@ -41,11 +41,7 @@ def download(name: str, folder: pathlib.Path) -> None:
     """
     benchmark = BENCHMARKS[name]
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        held = lock(folder / ".download.lock")
-    except BlockingIOError as error:
-        raise OSError(f"--to {folder}: {error}; wait for it, or stop it") from error
-    with held:
+    with lock(folder / ".download.lock"):
         # Splits may share a data set.
         complete = folder / f".{benchmark.source.replace('/', '--')}.complete"
         if not complete.exists():

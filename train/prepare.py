@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import os
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +20,7 @@ from typing import Any
 from configs import RECIPES
 from models.weights.folder import local_folder
 from paravt_jax.data import datasets, tokenizer_file
-from paravt_jax.data.example_reading import ExampleReading, read_example
-from paravt_jax.data.frame_reader import PATIENCE
+from paravt_jax.data.example_reading import ExampleReading
 from paravt_jax.data.preparation import (
     LEFT_OUT,
     OWN,
@@ -35,11 +32,9 @@ from paravt_jax.data.preparation import (
     open_prepared,
     prepare_examples,
 )
-from paravt_jax.data.published import split_of
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.data.sources import fetch, media_root
 from paravt_jax.data.stored import lock
-from paravt_jax.data.workers import Workers
 from paravt_jax.method.conversations import Clip, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question
@@ -191,7 +186,7 @@ def _prepare_examples(
         sizes=tuple((height, width) for height, width in summary["sizes"]),
         digest=prepared.digest,
     )
-    counts = prepared.counts()
+    counts = {source: collections.Counter(n) for source, n in summary["sources"].items()}
 
     def leave_out(source: str, reason: str) -> None:
         counts[source].update({"kept": -1, reason: 1})
@@ -200,13 +195,12 @@ def _prepare_examples(
     if run.rl is not None or data.heldout:
         data, too_long = _without_long_questions(run, data, summary["longest"])
         for question in too_long:
-            table = pathlib.PurePath(question.rpartition(":")[0]).name
-            source = OWN if questions is not None else split_of(table)
+            source = OWN if questions is not None else question.rpartition(":")[0]
             leave_out(source, "longer than protocol.text_tokens")
     if run.sft is not None:
-        for conversation in data.conversations:
-            if conversation.tokens > run.sft.row_tokens:
-                leave_out(conversation.source, "longer than sft.row_tokens")
+        for conversation, tokens in enumerate(data.lengths):
+            if tokens > run.sft.row_tokens:
+                leave_out(data.conversations[conversation].source, "longer than sft.row_tokens")
     require_examples(run, counts, home)
     return data
 
@@ -269,13 +263,7 @@ def prepare_set(
     if prepared is not None:
         return prepared
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        held = lock(folder / ".lock")
-    except BlockingIOError as error:
-        raise OSError(
-            f"data.folder: {folder} is {error}, which prepares data in it: wait for it, or stop it"
-        ) from error
-    with held:
+    with lock(folder / ".lock"):
         # Another process may have finished the set since the first look.
         prepared = open_prepared(folder, reading)
         if prepared is not None:
@@ -288,9 +276,7 @@ def prepare_set(
             examples = examples_of_questions(questions)
             root = pathlib.Path(settings.media)
         reading = dataclasses.replace(reading, root=str(root.resolve()))
-        read = functools.partial(read_example, reading)
-        with Workers(read, os.cpu_count() or 1, PATIENCE) as pool:
-            return prepare_examples(examples, folder, reading, pool, check)
+        return prepare_examples(examples, folder, reading, check)
 
 
 def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
@@ -358,38 +344,31 @@ def _copied_vocabulary(run: Run, folder: pathlib.Path) -> Vocabulary:
     return tokenizer_file.load(folder / "tokenizer", run.model.dialect)
 
 
-def describe(source: str, counts: collections.Counter[str]) -> str:
-    """Return a line about the rows of a source.
-
-    Args:
-        source: Its name.
-        counts: Its rows, by the reason why they are not used, or as `kept`.
-    """
-    reasons = [f"{n:,} {reason}" for reason, n in counts.most_common() if reason != "kept"]
-    line = f"{source}: {counts['kept']:,} of {counts.total():,} rows are used"
-    return f"{line}; left out: {', '.join(reasons)}" if reasons else line
-
-
 def require_examples(
-    run: Run, sources: Mapping[str, collections.Counter[str]], folder: pathlib.Path
+    run: Run, sources: Mapping[str, Mapping[str, int]], folder: pathlib.Path
 ) -> None:
-    """Print the counts of each source (see `describe`), and raise an error if too much is left out.
+    """Print how many examples of each source are used, and why the others are not.
 
     Args:
         run: `max_left_out` is the limit of each source.
-        sources: The counts.
+        sources: The examples of each source, by the reason why they are left out, or as `kept`.
         folder: The folder of the prepared set.
 
     Raises:
         LeftOutError: A source has lost a larger share of its examples than allowed.
     """
-    if hosts.is_first():
-        print("\n".join(describe(source, counts) for source, counts in sources.items()))
-    lost = [
-        describe(source, counts)
-        for source, counts in sources.items()
-        if counts.total() - counts["kept"] > run.max_left_out * counts.total()
-    ]
+    lost = []
+    for source, reasons in sources.items():
+        counts = collections.Counter(reasons)
+        total, kept = counts.total(), counts.pop("kept", 0)
+        line = f"{source}: {kept:,} of {total:,} rows are used"
+        if counts:
+            why = (f"{n:,} {reason}" for reason, n in counts.most_common())
+            line += f"; left out: {', '.join(why)}"
+        if hosts.is_first():
+            print(line)
+        if total - kept > run.max_left_out * total:
+            lost.append(line)
     if lost:
         raise LeftOutError(
             f"max_left_out: {run.max_left_out:g}; a larger share is left out of {'. '.join(lost)}. "
@@ -439,7 +418,7 @@ def main(argv: list[str] | None = None) -> int:
         folder = pathlib.Path(run.data.folder)
         prepared = prepare_set(run, run.data, folder)
         print(f"{folder / LEFT_OUT} lists the rows that are left out, with reasons")
-        require_examples(run, prepared.counts(), folder)
+        require_examples(run, prepared.summary["sources"], folder)
     except KeyboardInterrupt:
         print("\nstopped; the same command continues", file=sys.stderr)
         return 130

@@ -31,13 +31,9 @@ class DataSettings:
 
     def __post_init__(self):
         require_at_least("data", self, 1, "frames")
-        for name in ("annotations", "media"):
+        for name in ("annotations", "media", "folder"):
             if not getattr(self, name):
-                raise ValueError(
-                    f"data.{name}: empty; give a folder, a Hugging Face id or a bucket path"
-                )
-        if not self.folder:
-            raise ValueError("data.folder: empty; give a local folder")
+                raise ValueError(f"data.{name}: empty; name a folder")
         require_local("data.folder", self.folder)
         require_decoder("data.decoder", self.decoder)
 

@@ -60,11 +60,7 @@ def write_scenes(
     """
     folder = pathlib.Path(folder)
     _claim(settings, folder)
-    try:
-        held = lock(folder / ".lock")
-    except BlockingIOError as error:
-        raise OSError(f"{folder}: {error}; wait for it, or stop it") from error
-    with held:
+    with lock(folder / ".lock"):
         missing = missing_videos(settings, folder)
         videos = plan_videos(settings)
         try:

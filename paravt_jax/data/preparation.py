@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -30,7 +32,14 @@ import pydantic
 from typing_extensions import TypedDict
 
 from paravt_jax.data import datasets
-from paravt_jax.data.example_reading import Example, ExampleReading, Outcome, unread_example
+from paravt_jax.data.example_reading import (
+    Example,
+    ExampleReading,
+    Outcome,
+    read_example,
+    unread_example,
+)
+from paravt_jax.data.frame_reader import PATIENCE
 from paravt_jax.data.published import open_table, read_table
 from paravt_jax.data.stored import (
     read_checked_json,
@@ -56,7 +65,7 @@ _RECORDS = "records"
 # Fields of an outcome in `LEFT_OUT`.
 _LISTED = ("id", "source", "reason", "detail")
 # Part of every set. Change it whenever the same files give other records.
-_FORMAT = 6
+_FORMAT = 7
 _OUTCOME = pydantic.TypeAdapter(Outcome)
 
 
@@ -115,10 +124,6 @@ class Prepared:
     summary: Summary
     digest: str
 
-    def counts(self) -> dict[str, collections.Counter[str]]:
-        """Return the examples of each source, by the reason why they are left out, or as `kept`."""
-        return {name: collections.Counter(n) for name, n in self.summary["sources"].items()}
-
 
 def examples_of_tables(folder: pathlib.Path) -> Examples:
     """Open the parquet files below a folder, in the order of their paths.
@@ -137,7 +142,7 @@ def examples_of_tables(folder: pathlib.Path) -> Examples:
         path.relative_to(folder).with_suffix("").as_posix(): open_table(path) for path in files
     }
     examples = (
-        Example(f"{name}:{number}", table.split, columns)
+        Example(f"{name}:{number}", name, columns)
         for name, table in tables.items()
         for number, columns in enumerate(read_table(table))
     )
@@ -194,8 +199,8 @@ def prepare_examples(
     examples: Examples,
     folder: pathlib.Path,
     reading: ExampleReading,
-    pool: Workers[Example, Outcome],
     check: Callable[[], None] = lambda: None,
+    deadline: float = PATIENCE,
 ) -> Prepared:
     """Store examples as the splits `questions` and `conversations`, and open them.
 
@@ -203,8 +208,8 @@ def prepare_examples(
         examples: The examples.
         folder: Where to store them.
         reading: Settings of the conversion to records.
-        pool: Workers that call `read_example` with `reading`.
         check: Called after each example. It may raise to interrupt.
+        deadline: Seconds that reading one example may take.
 
     Raises:
         ValueError: No example can be used.
@@ -214,8 +219,13 @@ def prepare_examples(
     work = folder / f"work-{_digest([settings, reading.root, examples.files])[:12]}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     done = _count_outcomes(work)
-    with work.open("ab") as file, Progress("prepare data", "example") as progress:
-        for outcome in _read(itertools.islice(examples.ordered, done, None), pool):
+    left = itertools.islice(examples.ordered, done, None)
+    with (
+        work.open("ab") as file,
+        Workers(functools.partial(read_example, reading), os.cpu_count() or 1, deadline) as pool,
+        Progress("prepare data", "example") as progress,
+    ):
+        for outcome in _read(left, pool):
             file.write(_OUTCOME.dump_json(outcome) + b"\n")
             file.flush()
             done += 1
@@ -248,14 +258,9 @@ def _count_outcomes(work: pathlib.Path) -> int:
     """Return the number of outcomes in a file, after cutting off what a kill left of the next."""
     if not work.exists():
         return 0
-    with work.open("r+b") as file:
-        count, end = 0, 0
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            count, end = count + 1, end + len(line)
-        file.truncate(end)
-    return count
+    content = work.read_bytes()
+    os.truncate(work, content.rfind(b"\n") + 1)
+    return content.count(b"\n")
 
 
 def _read(examples: Iterator[Example], pool: Workers[Example, Outcome]) -> Iterator[Outcome]:
@@ -288,7 +293,7 @@ def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
     sources = collections.defaultdict(collections.Counter[str])
     sizes: collections.Counter[tuple[int, int]] = collections.Counter()
     kinds: set[type] = set()
-    lengths = []
+    lengths: list[int] = []
     longest = 0.0
     left_out = []
     for outcome in _outcomes(work):

@@ -11,6 +11,7 @@ absolute. A path that would leave the root is refused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -36,8 +37,6 @@ from paravt_jax.method.tools.crop_video import CropVideo
 RL_COLUMNS = ("prompt", "videos", "extra_info")
 SFT_COLUMNS = ("messages",)
 
-# "paravt_sft_videor1_50k" names the split "videor1"; the suffix is its number of examples.
-_FILE_NAME = re.compile(r"paravt_(?:sft|rl)_(.+?)(?:_\d+k\d*)?")
 # The name under which texts mention a picture. The first video is `VIDEO_NAME`.
 _PICTURE_NAME = "image.jpg"
 # A call's argument that names a picture, or another video than the first.
@@ -168,51 +167,31 @@ class Table:
 
     Attributes:
         path: The file.
-        split: Name of its split, taken from the file's name.
-        rl: Whether it contains questions (rl) or conversations (sft).
+        columns: The published columns: those of an rl or of an sft file.
         count: Number of examples.
     """
 
     path: pathlib.Path
-    split: str
-    rl: bool
+    columns: tuple[str, ...]
     count: int
 
 
 def open_table(path: pathlib.Path) -> Table:
-    """Read a parquet file's split, kind and number of examples.
+    """Read a parquet file's kind and number of examples.
 
     Raises:
         ValueError: It is not a parquet file, or has neither the columns of rl nor of sft files.
     """
-    with foreign.open_regular(path) as file:
-        foreign.require_content(path, file.read(64))
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = set(file.schema_arrow.names)
-            count = file.metadata.num_rows
-    # ValueError: a name that is not UTF-8.
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    is_rl = set(RL_COLUMNS) <= columns
-    if not is_rl and not set(SFT_COLUMNS) <= columns:
-        raise ValueError(
-            f"{path}: its columns are {', '.join(sorted(columns))}; rl files have "
-            f"{', '.join(RL_COLUMNS)}, sft files {', '.join(SFT_COLUMNS)}: "
-            "give the files of ParaVT/ParaVT-Parquet"
-        )
-    return Table(path, split_of(path.stem), is_rl, count)
-
-
-def split_of(name: str) -> str:
-    """Return the split of a published file. `name` has no ending."""
-    match = _FILE_NAME.fullmatch(name)
-    return match[1] if match else name
-
-
-def _unreadable(path: pathlib.Path, error: Exception) -> ValueError:
-    reason = foreign.shortened(error)
-    return ValueError(f"{path}: not a readable parquet file ({reason}); download it again")
+    with _open_parquet(path) as file:
+        names, count = file.schema_arrow.names, file.metadata.num_rows
+    for columns in (RL_COLUMNS, SFT_COLUMNS):
+        if set(columns) <= set(names):
+            return Table(path, columns, count)
+    raise ValueError(
+        f"{path}: its columns are {', '.join(sorted(names))}; rl files have "
+        f"{', '.join(RL_COLUMNS)}, sft files {', '.join(SFT_COLUMNS)}: "
+        "give the files of ParaVT/ParaVT-Parquet"
+    )
 
 
 def read_table(table: Table, batch: int = 256) -> Iterator[dict[str, Any]]:
@@ -226,13 +205,23 @@ def read_table(table: Table, batch: int = 256) -> Iterator[dict[str, Any]]:
         ValueError: The file is damaged, or holds a value that Python cannot, such as a text that is
             not UTF-8.
     """
-    columns = list(RL_COLUMNS if table.rl else SFT_COLUMNS)
+    with _open_parquet(table.path) as file:
+        for record_batch in file.iter_batches(batch, columns=list(table.columns)):
+            yield from record_batch.to_pylist()
+
+
+@contextlib.contextmanager
+def _open_parquet(path: pathlib.Path) -> Iterator[pyarrow.parquet.ParquetFile]:
+    """Open a file. What pyarrow raises until it is closed becomes an error that names it."""
     try:
-        with pyarrow.parquet.ParquetFile(table.path) as file:
-            for record_batch in file.iter_batches(batch, columns=columns):
-                yield from record_batch.to_pylist()
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield file
+    # ValueError: a text that is not UTF-8. OverflowError: a time that Python cannot hold.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise _unreadable(table.path, error) from error
+        reason = foreign.shortened(error)
+        raise ValueError(
+            f"{path}: not a readable parquet file ({reason}); download it again"
+        ) from error
 
 
 def local_path(path: str) -> str:
@@ -305,7 +294,7 @@ def read_conversation(
     Args:
         columns: The columns of an sft table.
         id: Id of the conversation.
-        source: Name of its split.
+        source: Name of its table.
         limits: Limits of the protocol, which the conversation must keep.
         look: Chooses the frames of a file. It opens the file, so it is called only after all other
             checks.

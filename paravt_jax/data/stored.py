@@ -219,7 +219,9 @@ def lock(file: pathlib.Path, wait: bool = False) -> TextIO:
         stream.seek(0)
         holder = stream.read().strip() or "unknown"
         stream.close()
-        raise BlockingIOError(f"in use by another process (id {holder})") from error
+        raise BlockingIOError(
+            f"{file}: in use by another process (id {holder}); wait for it, or stop it"
+        ) from error
     # A forked worker inherits the open file, and would keep the lock after its parent has died.
     os.register_at_fork(after_in_child=stream.close)
     stream.truncate(0)

@@ -58,10 +58,6 @@ class EvaluationFolder:
             # One lock per file of lines: two processes must not append to the same one.
             self._lock = lock(self.path / f".{name}.lock")
             self._lines = (self.path / name).open("a+b")
-        except BlockingIOError as error:
-            raise FolderError(
-                f"--out {self.path}: {name} is {error}; wait for it, or name another folder"
-            ) from error
         except OSError as error:
             raise FolderError(
                 f"--out {self.path} cannot be used: {error}; name a writable folder"

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from paravt_extras.published_format import write_questions
+
 CLIPS = (
     "person_139s_h264_bframes_cc-by.mp4",
     "car_30s_h264_12.5fps_cc-by.mp4",
@@ -18,22 +20,12 @@ CLIPS = (
 )
 THOUGHT = "<think>\nThe overview shows a road at dusk and a car that turns.\n</think>\n"
 
-_MESSAGE = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
-_VIDEO = pyarrow.struct([("video", pyarrow.string())])
-_RL = pyarrow.schema(
-    [
-        ("prompt", pyarrow.list_(_MESSAGE)),
-        ("videos", pyarrow.list_(_VIDEO)),
-        ("extra_info", pyarrow.string()),
-    ]
-)
-
 
 def write_rl(
     folder: pathlib.Path, rows: list[dict[str, Any]], name: str = "paravt_rl_diverse_4k4.parquet"
 ) -> pathlib.Path:
     folder.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=_RL), folder / name)
+    write_questions(folder / name, rows)
     return folder / name
 
 

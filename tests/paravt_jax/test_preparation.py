@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import functools
 import itertools
 import json
 import os
@@ -20,7 +18,7 @@ from PIL import Image
 
 from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.data import tokenizer_file
-from paravt_jax.data.example_reading import Example, ExampleReading, read_example
+from paravt_jax.data.example_reading import Example, ExampleReading
 from paravt_jax.data.preparation import (
     LEFT_OUT,
     SET,
@@ -104,8 +102,7 @@ def run(
     deadline: float = 120,
 ):
     rows = examples_of_tables(files / "annotations")
-    with Workers(functools.partial(read_example, reading), 2, deadline) as pool:
-        return prepare_examples(rows, folder, reading, pool, check)
+    return prepare_examples(rows, folder, reading, check, deadline)
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +164,8 @@ def test_conversations_are_stored_with_the_frames_they_show(prepared):
         *(f"paravt_sft_videor1_50k:{n}" for n in (0, 1)),
     ]
     reports, crop, bunny, picture = prepared.conversations
-    assert (reports.source, reports.tools) == ("selftrace", True)
-    assert (picture.source, picture.tools) == ("videor1", False)
+    assert (reports.source, reports.tools) == ("paravt_sft_selftrace_15k3", True)
+    assert (picture.source, picture.tools) == ("paravt_sft_videor1_50k", False)
 
     (person,) = reports.clips
     assert (person.path, person.still) == (PERSON, False)
@@ -260,18 +257,10 @@ run(files, out, reading_of(files), lambda: print("a row", flush=True))
 """
 
 
-def state_of_video(number: int) -> str:
-    """One video in ten is bad; the kinds of damage take turns."""
-    ten, digit = divmod(number, 10)
-    if digit != ten % 10:
-        return "good"
-    return ("missing", "truncated", "empty", "corrupt")[ten % 4]
-
-
-def run_and_kill(folder: pathlib.Path, kill_after: int | None) -> None:
+def prepare_and_kill(files: pathlib.Path, out: pathlib.Path, kill_after: int | None) -> None:
     """Prepare in another process, which is killed after this many rows (None: never)."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder), str(folder / "out")],
+        [sys.executable, "-c", PROGRAM, str(files), str(out)],
         cwd=pathlib.Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,
@@ -286,55 +275,17 @@ def run_and_kill(folder: pathlib.Path, kill_after: int | None) -> None:
 
 
 @pytest.mark.slow
-def test_hundreds_of_rows_with_a_tenth_of_the_videos_bad(
-    assets, small_world, small_vocabulary, tmp_path
+def test_a_preparation_that_was_killed_twice_ends_with_the_same_set(
+    folder, prepared, files, tmp_path
 ):
-    """Killed twice on the way. Every row is counted once, under the right reason."""
-    drawn = [small_world.folder / video.path for video in small_world.videos]
-    real = [assets / "videos" / name for name in CLIPS[1:]]
-    reasons = collections.Counter()
-    rows = collections.defaultdict(list)
-    media = tmp_path / "media"
-    (media / "selfqa").mkdir(parents=True)
-    for n in range(400):
-        path = f"selfqa/{n:04d}.mp4"
-        state = state_of_video(n)
-        source = real[n // 25 % 3] if n % 25 == 7 else drawn[n % 4]
-        content = source.read_bytes()
-        if state == "truncated":
-            content = content[: len(content) // 3]
-        elif state == "empty":
-            content = b""
-        elif state == "corrupt":
-            content = (assets / "videos" / "corrupted.mp4").read_bytes()
-        if state == "missing":
-            reasons["missing video"] += 1
-        else:
-            (media / path).write_bytes(content)
-            if state != "good":
-                reasons["unreadable video"] += 1
-        if n % 4 == 0:
-            rows["rl"].append(rl_row(path))
-        elif n % 4 == 1:
-            rows["selftrace_15k3"].append(called(path, [(0, 2)]))
-        else:
-            rows["charades_12k4" if n % 4 == 2 else "tvg_6k3"].append(answered(path))
-    tokenizer_file.save(small_vocabulary, tmp_path)
-    write_rl(tmp_path / "annotations", rows.pop("rl"))
-    for name, messages in rows.items():
-        write_sft(tmp_path / "annotations", messages, f"paravt_sft_{name}.parquet")
-
-    for kill_after in (60, 150, None):
-        run_and_kill(tmp_path, kill_after)
-
-    found = open_prepared(tmp_path / "out", reading_of(tmp_path))
+    for kill_after in (3, 5, None):
+        prepare_and_kill(files, tmp_path, kill_after)
+    found = open_prepared(tmp_path, reading_of(files))
     assert found is not None
-    counts = sum(found.counts().values(), collections.Counter())
-    assert counts == reasons | {"kept": 360}
-    lines = (tmp_path / "out" / LEFT_OUT).read_text().splitlines()
-    ids = [json.loads(line)["id"] for line in lines]
-    ids += [record.id for record in (*found.questions, *found.conversations)]
-    assert len(ids) == len(set(ids)) == 400
+    assert list(found.questions) == list(prepared.questions)
+    assert list(found.conversations) == list(prepared.conversations)
+    for name in (SET, LEFT_OUT):
+        assert (tmp_path / name).read_text() == (folder / name).read_text()
 
 
 def test_a_deadline_that_no_row_meets_leaves_all_rows_out(files, tmp_path):

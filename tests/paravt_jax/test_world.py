@@ -52,29 +52,19 @@ def test_a_video_depends_on_seed_split_and_number_only():
     assert world.of_split(few, "train")[0].scenes != world.of_split(few, "heldout")[0].scenes
 
 
-def test_files_show_what_was_planned(small_world):
+def test_files_show_what_was_planned_without_loss(small_world):
+    """x264 may write other bytes for the same frames. A run must not learn from the difference."""
     for video_ in small_world.videos:
-        frames = video.read(small_world.folder / video_.path, range(world.FRAMES)).astype(int)
+        with av.open(str(small_world.folder / video_.path)) as container:
+            decoded = list(container.decode(video=0))
         for scene in video_.scenes:
             for number, time in frames_of(scene):
-                planned = world.picture(small_world.settings, scene, scene.shows(time))
-                # Colours are stored at half the resolution.
-                assert np.abs(frames[number] - planned).mean() < 8
-                white_pixels = (frames[number].min(axis=-1) > 180).sum()
+                picture = world.picture(small_world.settings, scene, scene.shows(time))
+                frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+                stored = frame.reformat(format="yuv420p", threads=1).to_ndarray()
+                np.testing.assert_array_equal(decoded[number].to_ndarray(), stored)
+                white_pixels = (picture.min(axis=-1) > 180).sum()
                 assert (white_pixels > 30) == scene.shows(time)
-
-
-def test_coding_is_lossless(small_world):
-    """x264 may write other bytes for the same frames. A run must not learn from the difference."""
-    video_ = small_world.videos[0]
-    with av.open(str(small_world.folder / video_.path)) as container:
-        decoded = [frame.to_ndarray() for frame in container.decode(video=0)]
-    for scene in video_.scenes:
-        for number, time in frames_of(scene):
-            picture = world.picture(small_world.settings, scene, scene.shows(time))
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-            stored = frame.reformat(format="yuv420p", threads=1).to_ndarray()
-            np.testing.assert_array_equal(decoded[number], stored)
 
 
 def test_interrupted_rendering_resumes(tmp_path):

@@ -15,13 +15,12 @@ from configs import RECIPES
 from models.model import VisionLanguageModel
 from models.qwen3_vl.dialect import DIALECT
 from models.weights.hf import save
-from paravt_jax.data import tokenizer_file
+from paravt_jax.data import preparation, tokenizer_file
 from paravt_jax.data.preparation import LEFT_OUT, OWN
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.world import text as world_text
 from paravt_jax.world.vocabulary import world_vocabulary
-from train import prepare as prepare_module
 from train.model import model_config
 from train.prepare import LeftOutError, prepare
 from train.published_data import DataSettings
@@ -142,7 +141,7 @@ def test_questions_that_cannot_be_used_are_left_out_and_counted(recipe, question
 def test_a_run_continues_only_with_the_same_questions(recipe, questions, at_home, monkeypatch):
     run = data_of(recipe, heldout=0)
     first = prepare(run, at_home / "run", questions=questions)
-    monkeypatch.delattr(prepare_module, "Workers")  # a second start does not check the videos again
+    monkeypatch.delattr(preparation, "Workers")  # a second start does not check the videos again
     again = prepare(run, at_home / "run", questions=questions)
     assert (again.questions, again.digest) == (first.questions, first.digest)
     edited = [dataclasses.replace(questions[0], text="What else?"), *questions[1:]]

@@ -94,15 +94,16 @@ def test_rows_that_are_left_out_are_printed_and_limited(data, run, tmp_path, cap
     recipe = change(run, run.name, {"sft.row_tokens": shortest_four})
     prepare(recipe, tmp_path)
     assert capsys.readouterr().out.splitlines() == [
-        "diverse: 12 of 13 rows are used; left out: 1 missing video",
-        "charades: 4 of 8 rows are used; left out: 4 longer than sft.row_tokens",
+        "paravt_rl_diverse_4k4: 12 of 13 rows are used; left out: 1 missing video",
+        "paravt_sft_charades_12k4: 4 of 8 rows are used; left out: 4 longer than sft.row_tokens",
     ]
     strict = change(recipe, run.name, {"max_left_out": 0.2})
     with pytest.raises(LeftOutError) as error:
         prepare(strict, tmp_path / "other")
     assert re.fullmatch(
-        r"max_left_out: 0\.2; a larger share is left out of charades: 4 of 8 rows are used; left "
-        r"out: 4 longer than sft\.row_tokens\. See .*left_out\.jsonl; .*set\.json .*--max-left-out",
+        r"max_left_out: 0\.2; a larger share is left out of paravt_sft_charades_12k4: 4 of 8 rows "
+        r"are used; left out: 4 longer than sft\.row_tokens\. See .*left_out\.jsonl; .*set\.json "
+        r".*--max-left-out",
         str(error.value),
     )
 
@@ -116,7 +117,7 @@ def test_a_folder_in_which_another_process_prepares_is_refused(data, run, tmp_pa
         with pytest.raises(OSError) as error:
             prepare(other, tmp_path)
     assert re.fullmatch(
-        rf"data\.folder: {tmp_path}/set is in use by another process \(id {os.getpid()}\), .*",
+        rf"{tmp_path}/set/.lock: in use by another process \(id {os.getpid()}\); wait for it.*",
         str(error.value),
     )
 
@@ -265,9 +266,9 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert str(files / "set" / LEFT_OUT) in printed
-    assert "diverse: 12 of 13 rows are used; left out: 1 missing video" in printed
+    assert "paravt_rl_diverse_4k4: 12 of 13 rows are used; left out: 1 missing video" in printed
     assert main([*arguments, "--max-left-out", "0.05"]) == 1
-    assert "of diverse: 12 of 13 rows are used" in capsys.readouterr().err
+    assert "of paravt_rl_diverse_4k4: 12 of 13 rows are used" in capsys.readouterr().err
     assert main([*arguments, "--data.frames", "8"]) == 1
     assert "frames: 4 -> 8" in capsys.readouterr().err
     assert main(["--config=paravt_tiny"]) == 1

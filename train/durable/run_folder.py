@@ -125,13 +125,14 @@ class RunFolder:
             stack: Gets what has to be closed.
 
         Raises:
-            RunFolderError: The run is one of other settings, or in use on this machine.
+            RunFolderError: The run is one of other settings, or its folder cannot be used.
+            BlockingIOError: The run is in use on this machine.
             LeaseError: The run is in use on another machine.
         """
         if self._in_bucket:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             # A frozen process that has lost its lease still works on these files.
-            stack.enter_context(_lock(self.folder.parent / _LOCK, self.shown))
+            stack.enter_context(lock(self.folder.parent / _LOCK))
             self._lease = stack.enter_context(contextlib.closing(Lease(self.shown)))
             self.require_usable(config)
             self._files.pull()
@@ -188,7 +189,7 @@ def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> TextIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo:
-            stream = undo.enter_context(_lock(folder / _LOCK, str(folder)))
+            stream = undo.enter_context(lock(folder / _LOCK))
             _is_continued(folder, config)
             write_checked_json(folder / _CONFIG, {"format": FORMAT, **config}, indent=1)
             undo.pop_all()
@@ -196,15 +197,6 @@ def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> TextIO:
     except OSError as error:
         raise RunFolderError(
             f"--run-dir {folder} cannot be used: {error}. Give a writable folder."
-        ) from error
-
-
-def _lock(file: pathlib.Path, run_dir: str) -> TextIO:
-    try:
-        return lock(file)
-    except BlockingIOError as error:
-        raise RunFolderError(
-            f"--run-dir {run_dir} is {error}: wait for it, stop it, or give another --run-dir."
         ) from error
 
 

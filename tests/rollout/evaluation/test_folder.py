@@ -62,7 +62,7 @@ def test_another_evaluation_is_refused_with_the_difference(tmp_path, change, dif
 def test_every_process_has_a_file(tmp_path):
     with opened(tmp_path) as first, opened(tmp_path, process=1) as second:
         for process, name in enumerate((r"questions\.jsonl", r"questions-1\.jsonl")):
-            with pytest.raises(FolderError, match=f"{name} is in use"):
+            with pytest.raises(FolderError, match=f"{name}.lock: in use"):
                 opened(tmp_path, process=process)
         first.append({"id": "a"})
         second.append({"id": "b"})
