@@ -254,11 +254,6 @@ class FrameFeatures(VideoFiles):
                 keys = [self.key(frame) for frame in frames]
                 yield from zip(keys, self.encoder.encode(pixels, keys[0].grid), strict=True)
 
-    def forget(self, name: str) -> None:
-        """Forget everything known about a video."""
-        super().forget(name)
-        self.cache.drop(lambda key: key.video == name)
-
     # --- frames ---
 
     def overview(self, name: str, count: int) -> tuple[Frame, ...]:

@@ -11,7 +11,6 @@ import dataclasses
 import math
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, Future, wait
 from typing import Literal, NamedTuple
@@ -113,8 +112,7 @@ class VideoFiles:
     """The videos of a folder: what each contains, how its frames are resized, and their reads.
 
     Args:
-        root: Folder of the videos, or its address (gs://...). Videos are named by their path
-            relative to it. Files behind addresses must not change.
+        root: Folder of the videos, which are named by their paths relative to it.
         source: Reads the videos.
         settings: How frames are resized, and which videos are read whole.
         vision: Sizes of patches and visual tokens.
@@ -137,8 +135,8 @@ class VideoFiles:
         self.unreadable: dict[str, str] = {}
         self.waited = 0.0
         self._vision = vision
-        # The least recently used first.
-        self._infos: OrderedDict[str, tuple[Stamp | None, VideoInfo]] = OrderedDict()
+        # The oldest first.
+        self._infos: dict[str, tuple[Stamp | None, VideoInfo]] = {}
         # Reads that somebody waits for.
         self._futures: WeakValueDictionary[tuple, Future[ReadFrames]] = WeakValueDictionary()
 
@@ -148,7 +146,6 @@ class VideoFiles:
         """Return length, size and timestamps of a video."""
         if not self.knows(name):
             self.wait(self.read(name, ()))
-        self._infos.move_to_end(name)
         return self._infos[name][1]
 
     def knows(self, name: str) -> bool:
@@ -156,20 +153,12 @@ class VideoFiles:
         return name in self._infos and self._infos[name][0] == self.stamp(name)
 
     def stamp(self, name: str) -> Stamp | None:
-        """Return size and modification time of a file, which identify its content.
-
-        None for a file that does not exist, or that is behind an address.
-        """
+        """Return what identifies the content of a file; None if it does not exist."""
         # ValueError: the name contains a NUL.
         with contextlib.suppress(OSError, ValueError):
             stat = os.stat(join(self.root, name))
             return stat.st_size, stat.st_mtime_ns
         return None
-
-    def forget(self, name: str) -> None:
-        """Forget everything known about a video."""
-        self._infos.pop(name, None)
-        self.unreadable.pop(name, None)
 
     @contextlib.contextmanager
     def noting(self, name: str) -> Iterator[None]:
@@ -288,9 +277,8 @@ class VideoFiles:
         self.wait_for([read.future])
         result = read.future.result()
         self._infos[read.video] = (read.stamp, result.info)
-        self._infos.move_to_end(read.video)
         if len(self._infos) > _MAX_INFOS:
-            self._infos.popitem(last=False)
+            del self._infos[next(iter(self._infos))]
         return result
 
     def pixels(self, frames: Sequence[Frame], read: FileRead) -> UInt8[np.ndarray, "m h w 3"]:

@@ -27,8 +27,9 @@ SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 # Videos hardly shrink in an archive, texts to a tenth. An archive that grows more is an attack.
 _MOST_GROWTH = 50
+_GROWS = f"it unpacks to more than {_MOST_GROWTH} times its size"
 _ALWAYS_ALLOWED = 2**20  # bytes
-_HEADER = 512  # bytes of a member's header in a tar
+_HEADER = 512  # bytes of a member's header
 _TAR_END = bytes(2 * _HEADER)
 _MOST_AT_ONCE = 2**17  # bytes of a read; tarfile copies files in smaller ones
 _GZIP = b"\x1f\x8b"
@@ -101,35 +102,31 @@ def inside(root: pathlib.Path, name: str) -> pathlib.Path:
 
 def _extract(path: pathlib.Path, folder: pathlib.Path) -> None:
     """Extract an archive; each member is checked before it is written."""
-    room = _MOST_GROWTH * path.stat().st_size + _ALWAYS_ALLOWED
-    files = 0
+    most = _MOST_GROWTH * path.stat().st_size + _ALWAYS_ALLOWED
 
-    def check(name: str, size: int, is_file: bool, is_folder: bool) -> None:
-        nonlocal room, files
+    def check(name: str, is_plain: bool) -> None:
         inside(folder, name)
-        if not is_file and not is_folder:
+        if not is_plain:
             raise ArchiveError(f"{name} is a link or a device, which could lead anywhere")
-        room -= size + _HEADER
-        if room < 0:
-            raise ArchiveError(f"it unpacks to more than {_MOST_GROWTH} times its size")
-        files += is_file
 
     def checked(member: tarfile.TarInfo, root: str) -> tarfile.TarInfo | None:
-        check(member.name, member.size, member.isfile(), member.isdir())
+        check(member.name, member.isdir() or (member.isfile() and not member.issparse()))
         return tarfile.data_filter(member, root)
 
     if path.name.lower().endswith(".zip"):
         with zipfile.ZipFile(path) as zipped:
-            for member in zipped.infolist():
-                is_file = not member.is_dir() and not stat.S_ISLNK(member.external_attr >> 16)
-                check(member.filename, member.file_size, is_file, member.is_dir())
+            members = zipped.infolist()
+            for member in members:
+                check(member.filename, not stat.S_ISLNK(member.external_attr >> 16))
             # A member ends at the size that it declares, and its checksum is verified.
+            if sum(_HEADER + member.file_size for member in members) > most:
+                raise ArchiveError(_GROWS)
             zipped.extractall(folder)
     else:
-        with _TarReader(path, room) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        with _TarReader(path, most) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             tar.extractall(str(folder), filter=checked)
             _require_end(tar, file)
-    if not files:
+    if not any(file.is_file() for file in folder.rglob("*")):
         raise ArchiveError("it holds no file")
 
 
@@ -149,7 +146,7 @@ class _TarReader(io.BufferedReader):
         if size is None or not 0 <= size <= _MOST_AT_ONCE:
             raise ArchiveError(f"a header in it has more than {_MOST_AT_ONCE} bytes")
         if self.tell() + size > self.most:
-            raise ArchiveError(f"it unpacks to more than {_MOST_GROWTH} times its size")
+            raise ArchiveError(_GROWS)
         return super().read(size)
 
 

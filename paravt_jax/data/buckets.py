@@ -99,19 +99,14 @@ def _fetch(system: fsspec.AbstractFileSystem, info: dict[str, Any], target: path
     os.replace(unfinished, target)
 
 
-def cache_folder(address: str) -> pathlib.Path:
-    """Return the local folder of `fetch_folder` for an address. It may not exist yet."""
-    digest = hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
-    return user_folder() / "fetched" / digest
-
-
 def fetch_folder(address: str, patterns: Sequence[str]) -> pathlib.Path:
     """Fetch the matching files of an address into the user's cache, and return their folder.
 
     Files in subfolders are left out. Files that the bucket does not have any more are deleted. The
     arguments and errors are those of `fetch_files`.
     """
-    folder = cache_folder(address)
+    digest = hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
+    folder = user_folder() / "fetched" / digest
     folder.mkdir(parents=True, exist_ok=True)
     # Several processes of a host may start at once. Each waits for the one before, and then finds
     # the files.

@@ -32,11 +32,40 @@ class PixelRules:
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) at which the model sees a frame of this size.
 
+        It is that of `qwen_vl_utils.smart_resize`: both sides are multiples of `factor`, the area
+        is within the limits, and the aspect ratio stays nearly the same.
+
         Raises:
-            ValueError: As in `fit_size`.
+            ValueError: A side is below 1, one side is over 200 times the other, or the limits
+                contradict each other.
         """
-        limits = self.min_pixels, self.max_pixels
-        return fit_size(height, width, limits, self.factor, least_side=self.factor)
+        if min(height, width) < 1:
+            raise ValueError(
+                f"frame size = {height} x {width}: both sides need at least 1 pixel; check the "
+                "decoder"
+            )
+        if self.max_pixels < self.min_pixels:
+            raise ValueError(
+                f"max_pixels = {self.max_pixels}: below min_pixels = {self.min_pixels}; "
+                "raise one or lower the other"
+            )
+        if max(height, width) / min(height, width) > 200:
+            raise ValueError(
+                f"frame size = {height} x {width}: the longer side may be at most 200 times the "
+                "shorter; crop the frame first"
+            )
+        factor = self.factor
+        h = max(factor, round(height / factor) * factor)
+        w = max(factor, round(width / factor) * factor)
+        if h * w > self.max_pixels:
+            beta = math.sqrt(height * width / self.max_pixels)
+            h = max(factor, math.floor(height / beta / factor) * factor)
+            w = max(factor, math.floor(width / beta / factor) * factor)
+        elif h * w < self.min_pixels:
+            beta = math.sqrt(self.min_pixels / (height * width))
+            h = math.ceil(height * beta / factor) * factor
+            w = math.ceil(width * beta / factor) * factor
+        return h, w
 
     def tokens(self, height: int, width: int) -> int:
         """Return the visual tokens of a frame of this size before resizing."""
@@ -47,53 +76,6 @@ class PixelRules:
     def most_tokens(self) -> int:
         """Upper bound on the visual tokens of a frame, unless it is very long and thin."""
         return max(1, self.max_pixels // self.factor**2)
-
-
-def fit_size(
-    height: int, width: int, limits: tuple[int, int], factor: int, least_side: int
-) -> tuple[int, int]:
-    """Return the (height, width) at which a frame is shown, as `qwen_vl_utils.smart_resize` does.
-
-    Both sides are multiples of `factor`, the area is within the limits, and the aspect ratio stays
-    nearly the same.
-
-    Args:
-        height: Height of the frame in pixels.
-        width: Width of the frame in pixels.
-        limits: Smallest and largest area in pixels.
-        factor: Pixels along the side of a merged patch: patch size times merge size.
-        least_side: Shorter sides are rounded up to this.
-
-    Raises:
-        ValueError: A side is below 1, one side is over 200 times the other, or the limits
-            contradict each other.
-    """
-    min_pixels, max_pixels = limits
-    if min(height, width) < 1:
-        raise ValueError(
-            f"frame size = {height} x {width}: both sides need at least 1 pixel; check the decoder"
-        )
-    if max_pixels < min_pixels:
-        raise ValueError(
-            f"max_pixels = {max_pixels}: below min_pixels = {min_pixels}; "
-            "raise one or lower the other"
-        )
-    if max(height, width) / min(height, width) > 200:
-        raise ValueError(
-            f"frame size = {height} x {width}: the longer side may be at most 200 times the "
-            "shorter; crop the frame first"
-        )
-    h = max(least_side, round(height / factor) * factor)
-    w = max(least_side, round(width / factor) * factor)
-    if h * w > max_pixels:
-        beta = math.sqrt(height * width / max_pixels)
-        h = max(factor, math.floor(height / beta / factor) * factor)
-        w = max(factor, math.floor(width / beta / factor) * factor)
-    elif h * w < min_pixels:
-        beta = math.sqrt(min_pixels / (height * width))
-        h = math.ceil(height * beta / factor) * factor
-        w = math.ceil(width * beta / factor) * factor
-    return h, w
 
 
 class VideoError(UserError):

@@ -86,7 +86,13 @@ def _video_errors(path: str | os.PathLike) -> Iterator[None]:
         # sizes in a damaged file.
         if isinstance(error, MemoryError) and not isinstance(error, av.error.FFmpegError):
             raise
-        raise _undecodable(path, error) from error
+        if isinstance(error, UnidentifiedImageError):
+            reason = f"it is none of {', '.join(_PICTURES)}; convert it"
+        else:
+            # FFmpeg's own text has a long negative number and the path.
+            text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            reason = f"it cannot be decoded ({text}); fetch or convert it again"
+        raise VideoError(path, reason) from error
 
 
 @contextlib.contextmanager
@@ -114,14 +120,6 @@ def require_size(path: str | os.PathLike, width: int, height: int) -> None:
             f"its frames have {width} x {height} pixels; at most {MOST_PIXELS:,} are read, so "
             "scale it down",
         )
-
-
-def _undecodable(path: str | os.PathLike, error: Exception) -> VideoError:
-    if isinstance(error, UnidentifiedImageError):
-        return VideoError(path, f"it is none of {', '.join(_PICTURES)}; convert it")
-    # FFmpeg's own text has a long negative number and the path.
-    text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    return VideoError(path, f"it cannot be decoded ({text}); fetch or convert it again")
 
 
 @contextlib.contextmanager

@@ -62,15 +62,6 @@ def fetch(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
     local = pathlib.Path(source).expanduser()
     if local.is_dir():
         return local
-    return from_hub(source, patterns)
-
-
-def from_hub(source: str, patterns: Sequence[str]) -> pathlib.Path:
-    """Download the matching files of a data set, and return its folder in the hub's cache.
-
-    Raises:
-        FileNotFoundError: `source` is not a hub id, or it cannot be downloaded.
-    """
     if not is_hub_id(source):
         raise FileNotFoundError(
             f"{source}: neither a folder nor a hub id (owner/name); give one of these"

@@ -274,32 +274,24 @@ def read_sums(folder: pathlib.Path) -> Sums | None:
         return None
 
 
-def find_damage(folder: pathlib.Path, sums: Sums, names: Sequence[str] | None = None) -> list[str]:
+def find_damage(folder: pathlib.Path, sums: Sums, names: Sequence[str]) -> list[str]:
     """Return what is wrong with the files of a folder, one text per file; [] if they are sound.
 
     Args:
         folder: The folder that `sums` belongs to.
         sums: Its sums.
-        names: The files to read; None: all of them.
+        names: The files to read.
     """
-    chosen = sorted(sums) if names is None else names
     with ThreadPoolExecutor(_THREADS) as pool:
-        damage = pool.map(lambda name: _damage(folder / name, sums[name]), chosen)
-        return [f"{name}: {what}" for name, what in zip(chosen, damage, strict=True) if what]
+        damage = pool.map(lambda name: _damage(folder / name, sums[name]), names)
+        return [f"{name}: {what}" for name, what in zip(names, damage, strict=True) if what]
 
 
 def _damage(file: pathlib.Path, expected: Sum) -> str:
     try:
-        size = file.stat().st_size
-    except OSError:
-        return "missing"
-    # A wrong length needs no reading.
-    if size != expected["bytes"]:
-        return f"{size} bytes instead of {expected['bytes']}"
-    try:
         return "" if _sum_of(file) == expected else "checksum is wrong"
-    except OSError:  # such as a bad sector
-        return "checksum is wrong"
+    except OSError as error:  # such as a bad sector
+        return f"cannot be read ({error.strerror})"
 
 
 def _sum_of(file: pathlib.Path) -> Sum:

@@ -8,6 +8,7 @@ import pathlib
 
 import tokenizers
 
+from paravt_jax.data.stored import write_atomically
 from paravt_jax.method.tokenizer import Dialect, Vocabulary
 
 FILE = "tokenizer.json"
@@ -53,8 +54,6 @@ def save(vocabulary: Vocabulary, folder: str | os.PathLike) -> pathlib.Path:
     }
     config_file = path.parent / "tokenizer_config.json"
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    # tokenizer.json is renamed into place last: if it exists, the folder is complete.
-    unfinished = path.with_suffix(".tmp")
-    vocabulary.tokenizer.save(str(unfinished))
-    os.replace(unfinished, path)
+    # Last: if it exists, the folder is complete.
+    write_atomically(path, vocabulary.tokenizer.to_str(pretty=True))
     return path

@@ -151,20 +151,16 @@ def is_picture(path: str | os.PathLike) -> bool:
     return pathlib.PurePath(path).suffix.lower() in _PICTURES
 
 
-def on_white(image: Image.Image) -> UInt8[np.ndarray, "h w 3"]:
-    """Return the RGB pixels of a picture, with transparent parts on a white background."""
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return np.asarray(image.convert("RGB"))
-
-
 def _picture(
     path: str | os.PathLike, rules: PixelRules | None = None
 ) -> UInt8[np.ndarray, "h w 3"]:
-    """Read a picture, rotated as its EXIF data says."""
+    """Read a picture, rotated as its EXIF data says, with transparent parts on white."""
     with media_files.open_picture(path) as picture:
-        return shown(on_white(ImageOps.exif_transpose(picture)), rules)
+        image = ImageOps.exif_transpose(picture)
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return shown(np.asarray(image.convert("RGB")), rules)
 
 
 def _pixels(

@@ -113,7 +113,8 @@ class BenchmarkSettings:
     def frames(self) -> FrameSettings:
         """Return the sizes of frames."""
         overview, crop = self.pixels
-        return FrameSettings(max_pixels=overview, crop_max_pixels=crop)
+        # Questions about one video follow each other, so few videos are worth keeping.
+        return FrameSettings(max_pixels=overview, crop_max_pixels=crop, cache_mib=1024)
 
     def limits(self, crop: int) -> ProtocolSettings:
         """Return the protocol's settings.

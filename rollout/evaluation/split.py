@@ -8,7 +8,6 @@ the reason.
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
 import re
 import time
@@ -80,21 +79,14 @@ class SplitPlayer:
         A line's `spent` is the time since the previous line, in seconds.
 
         Args:
-            items: the items. Each is taken when there is room to play it. Those on one video should
-                follow each other: its frames are forgotten when the next video begins.
+            items: the items. Each is taken when there is room to play it.
         """
         taken: list[Item] = []
-        open_questions: collections.Counter[str] = collections.Counter()  # by video
-        video = ""
 
         def agents() -> Iterator[Coroutine[Any, Any, Episode | LeftOut]]:
-            nonlocal video
             for item in items:
                 taken.append(item)
-                video = item.question.video
-                open_questions[video] += 1
                 yield self._play(item)
-            video = ""
 
         last = time.monotonic()
         side_by_side = self._settings.episodes
@@ -103,12 +95,6 @@ class SplitPlayer:
             now = time.monotonic()
             yield line | {"spent": round(now - last, 3)}
             last = now
-            open_questions[line["video"]] -= 1
-            # A split has thousands of videos: keeping them all would fill the memory.
-            for name in [name for name, count in open_questions.items() if not count]:
-                if name != video:
-                    del open_questions[name]
-                    self.environment.features.forget(self._videos.find(name) or name)
 
     async def _play(self, item: Item) -> Episode | LeftOut:
         question = self._prepared(item)

@@ -96,15 +96,6 @@ def test_overview_and_crops_share_the_cache(make, names):
     assert features.encoded_frames == FRAMES
 
 
-def test_a_frame_asked_for_twice_is_encoded_once(make, names):
-    features = make(batch=8)
-    (frame,) = features.overview(names[0], 1)
-    # The time is a label, no part of the key.
-    vectors = features([frame, frame, dataclasses.replace(frame, time=99.0)])
-    assert features.encoded_frames == 1 and len(vectors) == 3
-    assert np.array_equal(vectors[0], vectors[2])
-
-
 def test_frames_of_several_videos_and_sizes_come_back_in_order(make, wide):
     features = make(wide, batch=4, min_pixels=1024)
     forgetful = make(wide, batch=4, min_pixels=1024, cache_mib=0)

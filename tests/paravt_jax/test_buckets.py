@@ -11,7 +11,8 @@ import uuid
 import fsspec
 import pytest
 
-from paravt_jax.data.buckets import appearing_at, cache_folder, fetch_folder
+from paravt_jax.data.any_path import require_local
+from paravt_jax.data.buckets import appearing_at, fetch_folder
 
 SERVER = ("moto", "s3fs", "flask", "flask_cors")
 BUCKET = "models"
@@ -90,7 +91,7 @@ def visible(folder: pathlib.Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".")}
 
 
-def test_a_fetch_that_breaks_off_leaves_no_file_and_is_repeated(address, monkeypatch):
+def test_a_fetch_that_breaks_off_leaves_no_file_and_is_repeated(address, tmp_path, monkeypatch):
     content = os.urandom(3000)
     write(address, {"a.json": content})
     system, _ = fsspec.core.url_to_fs(address)
@@ -103,7 +104,7 @@ def test_a_fetch_that_breaks_off_leaves_no_file_and_is_repeated(address, monkeyp
     monkeypatch.setattr(system, "get_file", broken)
     with pytest.raises(ConnectionError, match=r"a\.json cannot be read .*cut off"):
         fetch_folder(address, ["*.json"])
-    assert not visible(cache_folder(address))
+    assert not list(tmp_path.rglob("a.json"))
     monkeypatch.setattr(system, "get_file", get)
     assert visible(fetch_folder(address, ["*.json"])) == {"a.json": content}
 
@@ -138,3 +139,18 @@ def test_a_folder_is_uploaded_and_what_readers_open_first_comes_last(address, mo
     with pytest.raises(FileExistsError, match=f"--to {address}: exists"):
         with appearing_at("--to", address):
             raise AssertionError("the block must not begin")
+
+
+ADDRESSES = ("gs://bucket/run", "s3://b", "file:///tmp/a", pathlib.Path("gs://bucket/a.json"))
+PATHS = ("", None, "runs/a", "/mnt/gs/run", "a:b/c", "C:/runs", "runs/gs://x", pathlib.Path("a"))
+
+
+@pytest.mark.parametrize("path", ADDRESSES)
+def test_an_address_is_refused_with_field_value_and_remedy(path):
+    with pytest.raises(ValueError, match=rf"run_dir: {path} .*a mounted one"):
+        require_local("run_dir", path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_local_path_is_accepted(path):
+    require_local("run_dir", path)

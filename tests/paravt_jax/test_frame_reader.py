@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -157,14 +156,3 @@ def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path, late_r
             read(reader, path, [0])
             late.append(late_reads() > before)
     assert late == [True, True, True, False, False]
-
-
-def test_closing_ends_all_requests_for_those_who_wait_for_them(clip):
-    reader = FrameReader(workers=1)
-    # The process takes longer to start than these requests, so most are still in the queue.
-    futures = [reader.request(task_of(clip, (n,))) for n in range(20)]
-    reader.close()
-    # `FrameFeatures` waits like this, maybe in another thread.
-    assert not wait(futures, 0).not_done
-    with pytest.raises(VideoError, match="closed"):
-        futures[-1].result()

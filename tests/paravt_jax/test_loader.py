@@ -1,4 +1,4 @@
-"""The order of records: shuffled by a seed, endless, and exactly resumable."""
+"""The order of records: shuffled by a seed, endless, exactly resumable, and packed first-fit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paravt_jax.data import datasets, loader
-from paravt_jax.world import text as world_text
-from paravt_jax.world import videos as world
+from paravt_jax.data import loader
 
 
 def take(stream, count):
@@ -40,17 +40,6 @@ def test_a_stream_resumes_from_its_state():
     assert take(fresh, 20) == expected
     stream.set_state(state)
     assert take(stream, 20) == expected
-
-
-def test_stored_records_pass_through_unchanged(tmp_path):
-    videos = world.plan(world.WorldSettings(train_videos=3, heldout_videos=1))
-    settings = world_text.TextSettings(groups=1)
-    conversations = list(world_text.main_conversations(videos, settings))
-    datasets.write_splits(tmp_path, {"main": conversations})
-    batches = take(loader.stream(datasets.open_splits(tmp_path)["main"], 0, 4), 4)
-    found = [conversation for batch in batches for conversation in batch]
-    by_id = {conversation.id: conversation for conversation in conversations}
-    assert {conversation.id: conversation for conversation in found} == by_id
 
 
 @pytest.mark.parametrize(("source", "batch"), [([], 1), ([1], 0)])
@@ -182,3 +171,29 @@ def test_the_error_of_a_batch_is_raised_when_it_is_asked_for(stage):
     assert batches.get_state() == {"next": 2}
     with pytest.raises(ValueError, match="batch 2"):
         next(batches)
+
+
+# --- packing ---
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=60)
+
+
+def plainly(lengths, length):
+    """First fit, said in the plainest words."""
+    rows = []
+    left = []
+    for sample, tokens in enumerate(lengths):
+        fitting = [row for row in rows if sum(lengths[s] for s in row) + tokens <= length]
+        if tokens > length:
+            left.append(sample)
+        elif fitting:
+            fitting[0].append(sample)
+        else:
+            rows.append([sample])
+    return tuple(map(tuple, rows)), tuple(left)
+
+
+@given(LENGTHS, st.integers(1, 50))
+def test_packing_is_first_fit(lengths, length):
+    packing = loader.pack(lengths, length)
+    assert (packing.rows, packing.left_out) == plainly(lengths, length)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 
-from paravt_jax.data.frames import PixelRules, resize, shown
+from paravt_jax.data.frames import PixelRules
 
 LARGE = PixelRules(max_pixels=602_112)
 
@@ -31,10 +30,3 @@ def test_no_ordinary_frame_has_more_tokens_than_the_bound(rules):
         if max(height, width) <= 3.5 * min(height, width):
             assert rules.tokens(height, width) <= rules.most_tokens
     assert rules.most_tokens < 1.5 * rules.tokens(720, 1280)
-
-
-def test_frames_are_resized_once_or_not_at_all():
-    frame = np.random.default_rng(0).integers(0, 256, (90, 160, 3), np.uint8)
-    assert shown(frame, None) is frame
-    rules = PixelRules(max_pixels=4096)
-    np.testing.assert_array_equal(shown(frame, rules), resize(frame, rules.size(90, 160)))

@@ -9,7 +9,6 @@ import zipfile
 
 import fsspec
 import fsspec.core
-import huggingface_hub
 import pytest
 
 from paravt_jax.data import sources
@@ -60,15 +59,6 @@ def test_a_page_that_lists_files_without_their_sizes_is_a_source(tmp_path):
             )
             assert (fetched / "rl.parquet").read_text() == content
         server.shutdown()
-
-
-def test_a_hub_id_names_a_data_set(tmp_path, monkeypatch):
-    def download(id, repo_type, allow_patterns, **_):
-        assert (id, repo_type, allow_patterns) == ("owner/data", "dataset", ["*.parquet"])
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert sources.fetch("owner/data", tmp_path / "unused", ["*.parquet"]) == tmp_path
 
 
 def test_a_folder_with_media_is_used_as_it_is(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Literal
 
 import av
 import numpy as np
@@ -13,6 +12,7 @@ from PIL import Image
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError, VideoInfo, join, overview_indices, window_indices
 from paravt_jax.world import videos as world
+from tests.clips import write
 
 FOR_DECORD = (
     "syn_60s_30fps_bframes.mp4",
@@ -38,27 +38,6 @@ def drawn_number(frame: np.ndarray) -> int:
 def info_of(times) -> VideoInfo:
     times = np.asarray(times, np.float64)
     return VideoInfo("a.mp4", len(times), float(times[-1] + 1), times, 32, 32)
-
-
-def make(
-    path: pathlib.Path,
-    frames: int = 100,
-    options: dict | None = None,
-    flags: dict | None = None,
-    codec: Literal["libx264", "mpeg4"] = "libx264",
-    size: int = 64,
-) -> pathlib.Path:
-    with av.open(str(path), "w", options=flags or {}) as container:
-        stream = container.add_stream(codec, rate=10, options=options or {})
-        assert isinstance(stream, av.VideoStream)
-        stream.width = stream.height = size
-        stream.pix_fmt = "yuv420p"
-        rng = np.random.default_rng(0)
-        for _ in range(frames):
-            pixels = rng.integers(0, 256, (size, size, 3), np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode(None))
-    return path
 
 
 def test_probe_lists_a_world_video(small_world):
@@ -117,7 +96,7 @@ def test_every_bad_file_is_a_video_error(tmp_path, content, reason):
     ],
 )
 def test_an_unknown_codec_is_refused_with_a_remedy(tmp_path, name, codec, mark):
-    path = make(tmp_path / name, frames=10, codec=codec)
+    path = write(tmp_path / name, range(10), codec)
     path.write_bytes(path.read_bytes().replace(mark, b"z" * len(mark)))
     for use in (video.probe, lambda p: video.read(p, [0])):
         with pytest.raises(VideoError, match="codec.*H.264"):
@@ -125,9 +104,10 @@ def test_an_unknown_codec_is_refused_with_a_remedy(tmp_path, name, codec, mark):
 
 
 @pytest.mark.parametrize("name", ["end.mp4", "front.mp4", "clip.mkv"])
-@pytest.mark.parametrize("share", [0.02, 0.4, 0.9])
+@pytest.mark.parametrize("share", [0.02, 0.4, 0.8])
 def test_truncated_files_are_refused(tmp_path, name, share):
-    path = make(tmp_path / name, flags={"movflags": "faststart"} if name == "front.mp4" else {})
+    muxer = {"movflags": "faststart"} if name == "front.mp4" else {}
+    path = write(tmp_path / name, range(100), muxer=muxer)
     assert video.probe(path).frames == 100
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
@@ -180,20 +160,14 @@ def test_impossible_windows_are_refused(window):
 
 
 @pytest.mark.parametrize("name", FOR_DECORD + NOT_FOR_DECORD)
-def test_synthetic_clips_give_exactly_the_frames_asked_for(assets, name):
+def test_both_decoders_give_exactly_the_frames_asked_for(assets, name, monkeypatch):
     path = assets / "videos/synthetic" / name
     wanted = np.random.default_rng(0).permutation(video.probe(path).frames)[:24]
     assert [drawn_number(frame) for frame in video.read(path, wanted)] == wanted.tolist()
-
-
-@pytest.mark.parametrize("name", FOR_DECORD + NOT_FOR_DECORD)
-def test_decord_reads_only_what_it_reads_exactly(assets, name, monkeypatch):
     decord = pytest.importorskip("decord")
-    path = assets / "videos/synthetic" / name
-    wanted = np.random.default_rng(0).permutation(video.probe(path).frames)[:24]
     if name in FOR_DECORD:
         # Nothing else reads it.
-        monkeypatch.setattr(video, "_read_from_keyframes", None)
+        monkeypatch.setattr(av, "open", None)
     else:
         monkeypatch.setattr(decord, "VideoReader", None)
     found = video.read(path, wanted, decoder="decord")
@@ -239,7 +213,7 @@ def test_damage_in_the_middle_is_found_when_it_is_read(assets):
 def elsewhere(tmp_path) -> pathlib.Path:
     """A video that other files refer to."""
     (tmp_path / "elsewhere").mkdir()
-    return make(tmp_path / "elsewhere" / "private.mp4", frames=10, size=64)
+    return write(tmp_path / "elsewhere" / "private.mp4", range(10))
 
 
 @pytest.mark.parametrize(
@@ -275,26 +249,6 @@ def test_a_picture_is_upright_and_on_white(tmp_path):
     np.testing.assert_array_equal(video.read(tmp_path / "turned.png", [0])[0], pixels)
     Image.new("RGBA", (64, 48)).save(tmp_path / "clear.png")
     assert (video.read(tmp_path / "clear.png", [0]) == 255).all()
-
-
-def test_damaged_exif_data_is_a_video_error(tmp_path):
-    path = tmp_path / "turned.jpg"
-    exif = Image.Exif()
-    exif.update({0x0112: 6, 0x013B: "somebody", 0x011A: 72.0})
-    Image.new("RGB", (64, 48)).save(path, exif=exif)
-    whole = path.read_bytes()
-    start, end = whole.index(b"Exif"), whole.index(b"somebody") + 20
-    rng = np.random.default_rng(0)
-    refused = 0
-    for _ in range(150):
-        damaged = np.frombuffer(whole, np.uint8).copy()
-        damaged[rng.integers(start, end, 3)] = rng.integers(0, 256, 3)
-        path.write_bytes(damaged.tobytes())
-        try:
-            video.read(path, [0])
-        except VideoError:
-            refused += 1
-    assert refused
 
 
 def test_frames_that_are_too_large_are_not_decoded(tmp_path):

@@ -66,16 +66,6 @@ def test_questions_without_a_readable_video_are_left_out(player, items):
     assert "data/gone.mp4" in lines["3-1"]["reason"]
 
 
-def test_a_video_is_forgotten_after_its_last_question(player, items, monkeypatch):
-    playing = player(planning(player, lambda prompt: "B"), episodes=1)
-    forgotten: list[str] = []
-    monkeypatch.setattr(playing.environment.features, "forget", forgotten.append)
-    before = {line["id"]: list(forgotten) for line in playing.lines(items)}
-    assert before["1-2"] == []
-    assert before["2-1"] == ["data/w0.mp4"]
-    assert forgotten == [f"data/{name}.mp4" for name in ("w0", "w1", "gone", "noise")]
-
-
 def test_an_episode_does_not_depend_on_those_beside_it(player, items):
     script = planning(player, lambda prompt: "C" if "Count" in prompt else "A")
     many = by_id(player(script, episodes=4).lines(items))
