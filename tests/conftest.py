@@ -164,7 +164,10 @@ def small_world(tmp_path_factory) -> SmallWorld:
     """Four rendered videos. Tests add files of their own names only."""
     settings = world.WorldSettings(train_videos=3, heldout_videos=1)
     folder = tmp_path_factory.mktemp("world")
-    return SmallWorld(settings, folder, world.render(settings, folder))
+    videos = world.plan(settings)
+    for video in videos:
+        world.render(settings, video, folder)
+    return SmallWorld(settings, folder, videos)
 
 
 @pytest.fixture(scope="session")

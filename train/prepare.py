@@ -127,12 +127,11 @@ def _prepare_world(
             "small world do not fit beside the system turn: give more"
         )
     with Progress("render videos", "video", shown=hosts.is_first()) as progress:
-
-        def report(done: int, total: int) -> None:
-            progress.update(done, total)
+        videos = world_videos.plan(world)
+        for done, video in enumerate(videos, 1):
+            world_videos.render(world, video, data.root)
+            progress.update(done, len(videos))
             check()
-
-        world_videos.render(world, data.root, report)
     return data
 
 
@@ -186,21 +185,19 @@ def _prepare_examples(
         sizes=tuple((height, width) for height, width in summary["sizes"]),
         digest=prepared.digest,
     )
-    counts = {source: collections.Counter(n) for source, n in summary["sources"].items()}
-
-    def leave_out(source: str, reason: str) -> None:
-        counts[source].update({"kept": -1, reason: 1})
-
+    too_long: dict[str, str] = {}
     # SFT alone asks no questions, so their lengths do not matter to it.
     if run.rl is not None or data.heldout:
-        data, too_long = _without_long_questions(run, data, summary["longest"])
-        for question in too_long:
-            source = OWN if questions is not None else question.rpartition(":")[0]
-            leave_out(source, "longer than protocol.text_tokens")
+        data, ids = _without_long_questions(run, data, summary["longest"])
+        too_long |= dict.fromkeys(ids, "longer than protocol.text_tokens")
     if run.sft is not None:
-        for conversation, tokens in enumerate(data.lengths):
-            if tokens > run.sft.row_tokens:
-                leave_out(data.conversations[conversation].source, "longer than sft.row_tokens")
+        numbers = (n for n, tokens in enumerate(data.lengths) if tokens > run.sft.row_tokens)
+        ids = (data.conversations[n].id for n in numbers)
+        too_long |= dict.fromkeys(ids, "longer than sft.row_tokens")
+    counts = {source: collections.Counter(n) for source, n in summary["sources"].items()}
+    for id, reason in too_long.items():
+        source = OWN if questions is not None else id.rpartition(":")[0]
+        counts[source].update({"kept": -1, reason: 1})
     require_examples(run, counts, home)
     return data
 
@@ -394,15 +391,18 @@ def note_unreadable(run: Run, data: Data, own: dict[str, str]) -> None:
     for others in hosts.gather(own):
         data.unreadable.update(others)
     count = len(data.unreadable)
+    if count == known:
+        return
     new = list(data.unreadable.items())[known:]
     named = "; ".join(f"{path}: {why}" for path, why in new[-_NAMED:])
-    if count > known and hosts.is_first():
-        print(f"{count} videos cannot be read and are left out; the new ones: {named}")
+    line = f"{count} of {data.videos} videos cannot be read; the new ones: {named}"
+    if hosts.is_first():
+        print(line)
     if count > run.max_left_out * data.videos:
         remedy = "Replace them" if run.world is None else f"Delete {data.root} to render it again"
         raise LeftOutError(
-            f"max_left_out: {run.max_left_out:g}; {count} of {data.videos} videos cannot be read; "
-            f"the new ones: {named}. {remedy}, or allow a larger share with --max-left-out"
+            f"max_left_out: {run.max_left_out:g}; {line}. {remedy}, or allow a larger share with "
+            "--max-left-out"
         )
 
 

@@ -117,9 +117,7 @@ def _record(example: Example, checker: VideoChecker) -> Question | Conversation:
         question = example.content
     elif "messages" in example.content:
         reading = checker.reading
-        conversation = read_conversation(
-            example.content, example.id, example.source, reading.limits, checker
-        )
+        conversation = read_conversation(example.content, example.id, reading.limits, checker)
         trajectory = render(conversation, _protocol(reading), reading.tokens)
         return dataclasses.replace(conversation, tokens=len(trajectory.ids))
     else:

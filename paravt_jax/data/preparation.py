@@ -63,7 +63,7 @@ _AHEAD = 128
 _REMEDY = "restore it, or delete the folder and prepare the set again"
 _RECORDS = "records"
 # Fields of an outcome in `LEFT_OUT`.
-_LISTED = ("id", "source", "reason", "detail")
+_LISTED = {"id", "source", "reason", "detail"}
 # Part of every set. Change it whenever the same files give other records.
 _FORMAT = 7
 _OUTCOME = pydantic.TypeAdapter(Outcome)
@@ -299,8 +299,7 @@ def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
     for outcome in _outcomes(work):
         sources[outcome.source][outcome.reason or "kept"] += 1
         if outcome.record is None:
-            fields = {name: getattr(outcome, name) for name in _LISTED}
-            left_out.append(json.dumps(fields) + "\n")
+            left_out.append(_OUTCOME.dump_json(outcome, include=_LISTED).decode() + "\n")
             continue
         kinds.add(type(outcome.record))
         if isinstance(outcome.record, Conversation):

@@ -287,14 +287,13 @@ class _Turn:
 
 
 def read_conversation(
-    columns: Mapping[str, Any], id: str, source: str, limits: ProtocolSettings, look: Look
+    columns: Mapping[str, Any], id: str, limits: ProtocolSettings, look: Look
 ) -> Conversation:
     """Read the conversation of an sft file.
 
     Args:
         columns: The columns of an sft table.
         id: Id of the conversation.
-        source: Name of its table.
         limits: Limits of the protocol, which the conversation must keep.
         look: Chooses the frames of a file. It opens the file, so it is called only after all other
             checks.
@@ -319,7 +318,6 @@ def read_conversation(
 
     return Conversation(
         id,
-        source,
         _offers_tools(messages, turns),
         tuple(
             ChatTurn(turn.role, tuple(shown(part, turn.call) for part in turn.parts))

@@ -63,8 +63,6 @@ class Conversation:
     """One demonstration."""
 
     id: str
-    source: str
-    """The split it comes from."""
     tools: bool
     """Whether its system turn offers tools."""
     turns: tuple[ChatTurn, ...]

@@ -171,7 +171,7 @@ def window_conversations(
                 ChatTurn("user", (_clip(video, indices, crop=True),)),
                 ChatTurn("assistant", (_report(video, start),)),
             )
-            yield Conversation(f"{video.id}/{n}:{start}", video.split, False, turns, subagent=True)
+            yield Conversation(f"{video.id}/{n}:{start}", False, turns, subagent=True)
 
 
 def captions(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[Caption]:
@@ -278,7 +278,7 @@ class _Demonstration:
             turns = (self._conclude(f"{overview}\nI see", seen),)
         text = protocol.question_text(question).removeprefix("\n")
         asked = ChatTurn("user", (_clip(video, indices), text))
-        return Conversation(f"{question.id}/{budget}", video.split, tools, (asked, *turns))
+        return Conversation(f"{question.id}/{budget}", tools, (asked, *turns))
 
     def _answer_by_crops(self, overview: str, seen: _Sighting | None) -> tuple[ChatTurn, ...]:
         """Write calls for one half of the scene or both, their reports, and the answer.

@@ -19,7 +19,7 @@ import dataclasses
 import fractions
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import av
@@ -258,33 +258,15 @@ class DrawnVideos:
         """Do nothing: `request` draws the frames at once."""
 
 
-def render(
-    settings: WorldSettings,
-    folder: str | os.PathLike,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[WorldVideo, ...]:
-    """Write the mp4 files that are missing in a folder.
+def render(settings: WorldSettings, video: WorldVideo, folder: str | os.PathLike) -> None:
+    """Write the mp4 file of a video, unless it exists: a file that exists is complete.
 
-    An interrupted call can be repeated: files that exist are complete, and are kept. Those of
-    another world are kept as well, so give each world its own folder.
-
-    Args:
-        settings: The world to draw.
-        folder: Where to put it.
-        progress: Called after each video with the number done and the total.
-
-    Returns:
-        `plan(settings)`.
+    Files of another world are kept as well, so give each world its own folder.
     """
-    videos = plan(settings)
-    for done, video in enumerate(videos, 1):
-        path = pathlib.Path(folder, video.path)
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            encode(settings, video.scenes, path)
-        if progress is not None:
-            progress(done, len(videos))
-    return videos
+    path = pathlib.Path(folder, video.path)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        encode(settings, video.scenes, path)
 
 
 def encode(settings: WorldSettings, scenes: Sequence[Scene], path: pathlib.Path) -> None:

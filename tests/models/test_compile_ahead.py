@@ -80,7 +80,8 @@ def test_the_tower_is_compiled_for_the_sizes_of_the_videos(small_model, tmp_path
     names = []
     for size in sizes:
         settings = world.WorldSettings(train_videos=1, heldout_videos=1, size=size)
-        shown, _ = world.render(settings, tmp_path / str(size))
+        shown = world.plan(settings)[0]
+        world.render(settings, shown, tmp_path / str(size))
         names.append(f"{size}/{shown.path}")
     settings = FrameSettings(crop_max_pixels=96 * 96)
     features = FrameFeatures(

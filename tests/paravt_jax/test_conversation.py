@@ -37,7 +37,7 @@ def rules(assets) -> Protocol:
 def chat(*turns: tuple, tools: bool = True) -> Conversation:
     """Turns as (role, content ...)."""
     return Conversation(
-        "c", "s", tools, tuple(ChatTurn(role, tuple(content)) for role, *content in turns)
+        "c", tools, tuple(ChatTurn(role, tuple(content)) for role, *content in turns)
     )
 
 

@@ -124,7 +124,7 @@ def conversation() -> tuple[Conversation, list[dict]]:
         *({"role": "tool", "content": report} for report in REPORTS),
         {"role": "assistant", "content": PINNED + ANSWER},
     ]
-    return Conversation("d", "s", True, turns), theirs
+    return Conversation("d", True, turns), theirs
 
 
 def test_a_conversation_with_parallel_calls_equals_the_published_template(
@@ -176,7 +176,7 @@ def test_a_prompt_equals_the_published_template(rules, vocabulary, template, too
 
 def test_a_sub_agents_conversation_equals_the_published_template(rules, vocabulary, template):
     turns = ChatTurn("user", (CLIP,)), ChatTurn("assistant", (REPORTS[0],))
-    report = Conversation("w", "s", False, turns, subagent=True)
+    report = Conversation("w", False, turns, subagent=True)
     trajectory = render(report, rules, lambda _: 1)
     request = "\nSay in one short sentence what these frames show, with times in seconds."
     messages = [user(text=request), {"role": "assistant", "content": REPORTS[0]}]

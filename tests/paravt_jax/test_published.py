@@ -55,7 +55,7 @@ def look(path: str, picture: bool, call: CropCall | None) -> Clip:
 
 def read(messages):
     text = messages if isinstance(messages, str) else json.dumps(messages)
-    return read_conversation({"messages": text}, "x:0", "selftrace", LIMITS, look)
+    return read_conversation({"messages": text}, "x:0", LIMITS, look)
 
 
 # Files.
@@ -313,7 +313,7 @@ CHATS = st.lists(
 def test_any_conversation_is_read_or_refused(messages):
     for row in ({"messages": messages}, {"messages": json.dumps(messages)}):
         try:
-            conversation = read_conversation(row, "x", "s", LIMITS, look)
+            conversation = read_conversation(row, "x", LIMITS, look)
         except Refused:
             continue
         assert conversation.turns[0].role == "user"

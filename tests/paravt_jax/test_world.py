@@ -67,27 +67,6 @@ def test_files_show_what_was_planned_without_loss(small_world):
                 assert (white_pixels > 30) == scene.shows(time)
 
 
-def test_interrupted_rendering_resumes(tmp_path):
-    settings = world_of(2, 1)
-
-    def interrupt(done, total):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        world.render(settings, tmp_path, interrupt)
-    first = tmp_path / "train/0000.mp4"
-    written = first.stat().st_mtime_ns
-
-    steps = []
-    videos = world.render(settings, tmp_path, lambda done, total: steps.append((done, total)))
-    assert videos == world.plan(settings)
-    assert steps == [(1, 3), (2, 3), (3, 3)]
-    assert first.stat().st_mtime_ns == written
-    assert not list(tmp_path.rglob("*.tmp"))
-    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.mp4")}
-    assert files == {video_.path for video_ in videos}
-
-
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [

@@ -45,7 +45,7 @@ def conversation(n: int, path: str, frames: int, answer: str) -> Conversation:
     asked = ChatTurn(
         "user", (clip, "Which digit appears?") if frames else ("Which digit appears?",)
     )
-    return Conversation(str(n), "s", False, (asked, ChatTurn("assistant", (answer,))))
+    return Conversation(str(n), False, (asked, ChatTurn("assistant", (answer,))))
 
 
 @pytest.fixture(scope="module")
