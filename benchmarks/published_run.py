@@ -42,8 +42,7 @@ from tests.rollout.evaluation import published
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
-from train.published_data import DataSettings
-from train.settings import EvaluationSettings, ModelSettings, Run
+from train.settings import DataSettings, EvaluationSettings, ModelSettings, Run
 
 ADAM = OptimizerSettings(learning_rate=1e-3)
 

@@ -8,8 +8,14 @@ from rollout.engine.sizing import EngineSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
-from train.published_data import DataSettings
-from train.settings import EvaluationSettings, MeshSettings, ModelSettings, Run, change
+from train.settings import (
+    DataSettings,
+    EvaluationSettings,
+    MeshSettings,
+    ModelSettings,
+    Run,
+    change,
+)
 
 
 def paravt_8b() -> Run:

@@ -46,7 +46,6 @@ SIDE_PATHS = (
     "rollout.evaluation",
     "rollout.report",
     "train.durable.checkpoint",
-    "train.published_data",
     EXTRAS,
 )
 SOURCES = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]

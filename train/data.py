@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,6 +56,38 @@ class Data:
     def row(self, numbers: Sequence[int]) -> tuple[Conversation, ...]:
         """Return the conversations of a packed row, by their numbers."""
         return tuple(self.conversations[n] for n in numbers)
+
+
+def hold_out(
+    questions: tuple[Question, ...], count: int
+) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
+    """Split questions into those to train on and at least `count` to evaluate with.
+
+    All questions about a video go to the same split.
+
+    Returns:
+        The training questions, in their order, and the held-out questions.
+
+    Raises:
+        ValueError: If no question is left to train on.
+    """
+    by_video = collections.defaultdict(list)
+    for question in questions:
+        by_video[question.video].append(question)
+    heldout: list[Question] = []
+    # The hash of a path does not depend on the rest of the set, so the choice stays stable when
+    # videos are added.
+    for video in sorted(by_video, key=lambda path: hashlib.sha256(path.encode()).digest()):
+        if len(heldout) < count:
+            heldout += by_video[video]
+    heldout_videos = {question.video for question in heldout}
+    training = tuple(question for question in questions if question.video not in heldout_videos)
+    if questions and not training:
+        raise ValueError(
+            f"evaluation.questions: {count} of {len(questions)} questions, which leaves none to "
+            "train on; hold out fewer"
+        )
+    return training, tuple(heldout)
 
 
 def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:

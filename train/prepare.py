@@ -49,10 +49,9 @@ from paravt_jax.world.videos import WorldSettings
 from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.engine.sizing import REQUEST_TOKENS, overview_tokens
 from train.cli import parse
-from train.data import Data
+from train.data import Data, hold_out
 from train.model_folder import copy_tokenizer
-from train.published_data import DataSettings, hold_out
-from train.settings import Run
+from train.settings import DataSettings, Run
 
 _NAMED = 20  # largest number of videos to print by name
 

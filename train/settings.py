@@ -16,7 +16,8 @@ from models.features import FrameSettings, frame_tokens
 from models.lora import LoRASettings
 from models.trained import TrainVision
 from paravt_jax.checks import require_at_least
-from paravt_jax.data.any_path import require_folder_or_bucket
+from paravt_jax.data.any_path import require_folder_or_bucket, require_local
+from paravt_jax.data.video import Decoder, require_decoder
 from paravt_jax.method.protocol import Lengths, ProtocolSettings
 from paravt_jax.method.tokenizer import Dialect
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -30,7 +31,6 @@ from train.learn.align import AlignSettings
 from train.learn.packing import StepShape
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
-from train.published_data import DataSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,32 @@ class ModelSettings:
     def dialect(self) -> Dialect:
         """How the model's family writes a conversation."""
         return family(self.family).dialect
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings:
+    """Published training data, from local folders, Hugging Face ids or bucket paths (gs://...)."""
+
+    annotations: str = "ParaVT/ParaVT-Parquet"
+    """Source of the annotations, Parquet tables."""
+    media: str = "ParaVT/ParaVT-Source"
+    """Source of videos and pictures; archives are unpacked into FOLDER/media."""
+    folder: str = "data/paravt"
+    """Local folder of the prepared data set."""
+    frames: int = 64
+    """Largest number of frames per video in a demonstration; up to that, one per second."""
+    decoder: Decoder = "pyav"
+    """Library that decodes frames; docs/data.md compares them. decord needs local files."""
+    questions: str = ""
+    """File of your own questions (JSON or CSV), on videos in `media`; replaces `annotations`."""
+
+    def __post_init__(self):
+        require_at_least("data", self, 1, "frames")
+        for name in ("annotations", "media", "folder"):
+            if not getattr(self, name):
+                raise ValueError(f"data.{name}: empty; name a folder")
+        require_local("data.folder", self.folder)
+        require_decoder("data.decoder", self.decoder)
 
 
 @dataclasses.dataclass(frozen=True)

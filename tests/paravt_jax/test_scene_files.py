@@ -19,9 +19,9 @@ from paravt_extras.scenes.write import missing_videos, write_scenes
 from paravt_jax.data import tokenizer_file, video
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.method.accuracy import accuracy
+from train.data import hold_out
 from train.prepare import prepare_set
-from train.published_data import DataSettings, hold_out
-from train.settings import ModelSettings
+from train.settings import DataSettings, ModelSettings
 
 ROOT = pathlib.Path(__file__).parents[2]
 SETTINGS = storyboard.SceneSettings(seed=1, videos=8, heldout=4, lines=320)

@@ -15,9 +15,9 @@ import pytest
 from configs.paravt_8b import paravt_8b
 from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data import tokenizer_file, video
+from train.data import hold_out
 from train.prepare import prepare_set
-from train.published_data import DataSettings, hold_out
-from train.settings import ModelSettings
+from train.settings import DataSettings, ModelSettings
 
 
 @pytest.fixture(scope="module")

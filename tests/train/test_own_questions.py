@@ -23,8 +23,7 @@ from paravt_jax.world import text as world_text
 from paravt_jax.world.vocabulary import world_vocabulary
 from train.model import model_config
 from train.prepare import LeftOutError, prepare
-from train.published_data import DataSettings
-from train.settings import EvaluationSettings, ModelSettings, Run
+from train.settings import DataSettings, EvaluationSettings, ModelSettings, Run
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "data.md"
 

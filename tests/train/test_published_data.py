@@ -26,13 +26,12 @@ from rollout.agent.episode import Environment
 from rollout.engine.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
 from train import prepare as prepare_module
-from train.data import QuestionStream, pack_rows, row_stream
+from train.data import QuestionStream, hold_out, pack_rows, row_stream
 from train.learn.in_flight import Player
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import begin
 from train.prepare import LeftOutError, main, prepare
-from train.published_data import DataSettings, hold_out
-from train.settings import ModelSettings, change
+from train.settings import DataSettings, ModelSettings, change
 
 
 @pytest.fixture(scope="module")
