@@ -16,7 +16,9 @@ from paravt_jax.data.published import (
     read_conversation,
     read_question,
     read_table,
+    require_earnable,
 )
+from paravt_jax.method.accuracy import accuracy
 from paravt_jax.method.conversations import ChatTurn, Clip, render
 from paravt_jax.method.protocol import VIDEO_NAME, Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import Author, CropCall, Question, QuestionKind
@@ -130,6 +132,51 @@ def test_bad_questions_are_refused(row, reason):
     with pytest.raises(Refused) as caught:
         read_question(row, "r")
     assert caught.value.reason is reason
+
+
+# Answers.
+
+CHOICE = "What turns?\nA. a car\nB. a boat"
+
+
+def asked(answer: str, kind: QuestionKind, text: str = CHOICE) -> Question:
+    return Question("q", A, text, kind, answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "text"),
+    [
+        ("A", QuestionKind.MULTIPLE_CHOICE, CHOICE),
+        ("(b)", QuestionKind.MULTIPLE_CHOICE, CHOICE),
+        ("B. a boat", QuestionKind.MULTIPLE_CHOICE, CHOICE),
+        ("a boat", QuestionKind.MULTIPLE_CHOICE, CHOICE),
+        ("C", QuestionKind.MULTIPLE_CHOICE, "Which? A. a car B. a boat"),
+        ("C", QuestionKind.MULTIPLE_CHOICE, "A. a car\nB. a boat\nC - a bus"),
+        ("a car", QuestionKind.MULTIPLE_CHOICE, "A. a car\nB. a car\nC. a bus"),
+        ("a train", QuestionKind.MULTIPLE_CHOICE, "What turns?"),
+        ("[3, 9.5]", QuestionKind.TEMPORAL_GROUNDING, "When?"),
+        ("a rabbit", QuestionKind.OPEN_ENDED, "Who?"),
+    ],
+)
+def test_answers_that_earn_a_reward_are_accepted(answer, kind, text):
+    question = asked(answer, kind, text)
+    require_earnable(question)
+    assert accuracy(question, answer) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ("soon", QuestionKind.TEMPORAL_GROUNDING),
+        ("[9.5, 3]", QuestionKind.TEMPORAL_GROUNDING),
+        ("[3, 3.0]", QuestionKind.TEMPORAL_GROUNDING),
+        ("?!", QuestionKind.OPEN_ENDED),
+    ],
+)
+def test_wrong_answers_are_refused(answer, kind):
+    with pytest.raises(Refused) as caught:
+        require_earnable(asked(answer, kind))
+    assert caught.value.reason is Reason.IMPOSSIBLE
 
 
 # Conversations.
