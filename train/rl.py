@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,50 +41,12 @@ class Trained(NamedTuple):
     """Of every token; group p has the rows from p * group_size on."""
 
 
-@runtime_checkable
-class StepSaver(Protocol):
-    """What the loop needs of `train.durable.saver.Saver`, which describes it."""
-
-    finished_steps: int
-
-    @property
-    def left(self) -> range: ...
-
-    def steps(self) -> Iterator[int]: ...
-
-    def restore(self, initial: TrainState) -> tuple[TrainState, Any]: ...
-
-    def is_regular(self, step: int) -> bool: ...
-
-    def done(
-        self,
-        step: int,
-        state: TrainState,
-        metrics: dict[str, float],
-        cursor: Any,
-        lengths: Sequence[GroupLengths],
-    ) -> None: ...
-
-
-@runtime_checkable
-class Observer(Protocol):
-    """Looks at a run at its regular checkpoints."""
-
-    def show(self, step: int, trained: Trained) -> None:
-        """Write what a step was trained on, before the step is saved."""
-        ...
-
-    def evaluate_step(self, step: int) -> None:
-        """Play held-out questions with the actor's weights, those after a step."""
-        ...
-
-
 def train_rl(
     learner: Learner,
     actor: TrainedActor,
     questions: Questions,
-    saver: StepSaver,
-    observer: Observer,
+    saver: Any,
+    observer: Any,
     seed: int,
 ) -> Any:
     """Train with PARA-GRPO, from the newest checkpoint if there is one.
@@ -93,8 +55,10 @@ def train_rl(
         learner: Updates the weights.
         actor: Plays and scores episodes.
         questions: The questions of all steps.
-        saver: Restores and saves the state, and stops the run when that is asked for.
-        observer: Looks at the run at its regular checkpoints.
+        saver: A `train.durable.saver.Saver`, which restores and saves the state, and stops the run
+            when that is asked for.
+        observer: A `train.evaluations.Evaluator`, which looks at the run at regular checkpoints:
+            before a step is saved at what it was trained on, afterwards at held-out questions.
         seed: Seed of the run.
 
     Returns:

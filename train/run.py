@@ -47,7 +47,7 @@ from train.data import Data, QuestionStream
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, format_seconds
 from train.durable.run_folder import RunFolder
-from train.durable.saver import Home, Origin, open_saver
+from train.durable.saver import Home, Origin, Saver
 from train.durable.usage import Usage
 from train.evaluations import Evaluator
 from train.learn.align import CaptionedFrames, align
@@ -143,7 +143,7 @@ def execute(
 
         if run.sft is not None:
             batches = SFTBatches(run.sft, data, ahead, run.seed, environment, mesh)
-            with open_saver("sft", run.sft, home, parts.origin, parts) as saver:
+            with Saver("sft", run.sft, home, parts.origin, parts) as saver:
                 weights = train_sft(parts, weights, batches, saver)
         evaluator.evaluate(weights, "before")
         if run.rl is not None:
@@ -154,7 +154,7 @@ def execute(
             # Another seed than for conversations, so that the two orders are independent.
             stream = QuestionStream(data, ahead, run.seed + 2, run.rl.grpo.group_size, budgets)
             home.usage.watch(environment.features)
-            with open_saver("rl", run.rl, home, parts.origin, parts) as saver:
+            with Saver("rl", run.rl, home, parts.origin, parts) as saver:
                 weights = train_rl(learner, actor, stream, saver, evaluator, run.seed)
             del learner
         evaluator.evaluate(weights, "after")
@@ -222,7 +222,7 @@ def _align(
     whole = NamedSharding(mesh, PartitionSpec())
     nnx.update(model, jax.device_put(nnx.state(model), whole))
     home = _checking(run, home, data, captioned.unreadable)
-    with open_saver("align", run.align, home, origin) as saver:
+    with Saver("align", run.align, home, origin) as saver:
         align(model, captioned, run.align, run.seed, saver)
 
 

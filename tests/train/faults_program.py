@@ -3,8 +3,7 @@
 `python tests/train/faults_program.py FAULT WHO FOLDER`
 
 The command, its signals and its ends are those of `train.run`. Only what it executes is replaced:
-a phase of steps that exchange a value and are saved. In step 3, FAULT happens to process WHO. With
-"once" behind its name, it happens in the first start only, and the phase is short.
+a phase of steps that exchange a value and are saved. In step 3, FAULT happens to process WHO.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import train.run
 from models.sharding import make_mesh
 from paravt_jax.processes import hosts
-from tests.train.homes import Steps, open_home, open_phase
+from tests.train.homes import open_home, open_phase
 from train.durable.interrupts import Interrupts
 
 STEPS = 1000
-SHORT = 6
 BAD_STEP = 3
 # Larger than the limit on files below, which is larger than what goes to stderr.
 SIZE = 1 << 18
@@ -102,11 +100,9 @@ def destroyed(array: jax.Array) -> jax.Array:
 
 
 def steps(
-    name: str, who: int, folder: pathlib.Path, wire: Wire | None, interrupts: Interrupts | None
+    fault: str, who: int, folder: pathlib.Path, wire: Wire | None, interrupts: Interrupts | None
 ) -> pathlib.Path:
     """Takes the place of the phases of a run."""
-    fault = name.removesuffix(" once")
-    happened = folder / "happened"
     sharding = NamedSharding(make_mesh(1, jax.device_count(), 1), PartitionSpec("fsdp"))
     shape = (SIZE * jax.device_count(),)
 
@@ -115,11 +111,10 @@ def steps(
         return {f"w{index}": jax.device_put(row, sharding) for index, row in enumerate(values)}
 
     home = open_home(folder, interrupts=interrupts)
-    with open_phase("rl", home, Steps(STEPS if fault == name else SHORT, 2)) as saver:
+    with open_phase("rl", home, STEPS, save_every=2) as saver:
         saver.restore(state(0))
         for step in saver.steps():
-            if step == BAD_STEP and hosts.process_index() == who and not happened.exists():
-                happened.touch()
+            if step == BAD_STEP and hosts.process_index() == who:
                 happen(fault, wire)
             hosts.gather(step)
             after = state(step)

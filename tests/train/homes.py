@@ -6,10 +6,9 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import MetricsWriter
 from train.durable.run_folder import RunFolder
-from train.durable.saver import Home, Saver
+from train.durable.saver import Home, Origin, Saver
 from train.durable.usage import Usage
 
 
@@ -28,9 +27,7 @@ def open_home(folder: pathlib.Path, **fields: Any) -> Home:
     return dataclasses.replace(home, **fields)
 
 
-def open_phase(
-    name: str, home: Home, steps: Steps, identity: dict[str, Any] | None = None
-) -> Saver:
-    """A phase of a run whose checkpoints are beside the other files."""
-    kept = Checkpoints(home.folder / name, asynchronous=True, identity=identity)
-    return Saver(name, steps, home, kept, {"config": 1})
+def open_phase(name: str, home: Home, steps: int, save_every: int) -> Saver:
+    """A phase of a run without a model."""
+    origin = Origin({"model": {}, "vocabulary": {"digest": "0"}}, "float32")
+    return Saver(name, Steps(steps, save_every), home, origin)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from paravt_jax.data.stored import write_checked_json
-from tests.train.homes import Steps, open_home
-from train.durable.checkpoint import CheckpointError, Checkpoints
+from tests.train.homes import open_home, open_phase
+from train.durable.checkpoint import CheckpointError
 from train.durable.metrics import read_metrics
 from train.durable.run_folder import RunFolderError
-from train.durable.saver import Saver
 
 
 def train(folder: pathlib.Path, name: str, steps: int) -> int:
@@ -24,8 +23,7 @@ def train(folder: pathlib.Path, name: str, steps: int) -> int:
     """
     home = open_home(folder)
     (folder / "evaluation").mkdir(exist_ok=True)
-    kept = Checkpoints(folder / "checkpoints" / name, asynchronous=True)
-    with Saver(name, Steps(steps, 2), home, kept, {}) as saver:
+    with open_phase(name, home, steps, save_every=2) as saver:
         saver.restore({"n": jnp.zeros(())})
         for step in saver.steps():
             made = {"phase": name, "step": step, "rows": [], "episodes": []}

@@ -13,7 +13,7 @@ import pytest
 
 import train.run
 from paravt_jax.processes import hosts
-from tests.train.homes import Steps, open_home, open_phase
+from tests.train.homes import open_home, open_phase
 
 # Every part of a step, by phase. `evaluation` is that of a checkpoint of RL.
 PARTS = {
@@ -103,7 +103,7 @@ def test_every_process_traces_one_step(tmp_path, monkeypatch):
     for process in range(2):
         monkeypatch.setattr(hosts, "process_index", lambda process=process: process)
         home = open_home(tmp_path / f"run-{process}", profile=2)
-        with open_phase("rl", home, Steps(4, 4)) as saver:
+        with open_phase("rl", home, steps=4, save_every=4) as saver:
             assert list(saver.steps()) == [1, 2, 3, 4]
         (file,) = tmp_path.rglob(f"profile/rl/process-{process}/**/*.xplane.pb")
         found = [dict(event.stats) for event in events(file) if event.name == "rl"]

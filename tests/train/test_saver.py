@@ -9,22 +9,25 @@ import pathlib
 import pickle
 import re
 import signal
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
-from tests.train.homes import Steps, open_home
+from tests.train.homes import open_home, open_phase
 from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import read_metrics
-from train.durable.saver import Saver, pack, unpack
+from train.durable.saver import pack, unpack
+
+
+def checkpoints(folder: pathlib.Path) -> Checkpoints:
+    return Checkpoints(folder / "checkpoints" / "rl", read_only=True)
 
 
 class Run:
     """A phase of 7 steps that adds one to a number; a new object stands for a new process."""
 
-    def __init__(self, folder: pathlib.Path, identity: dict[str, Any] | None = None):
+    def __init__(self, folder: pathlib.Path):
         self.folder = folder
         self.interrupts = Interrupts()
         self.refuse = False
@@ -33,8 +36,7 @@ class Run:
             interrupts=self.interrupts,
             check=self.check,
         )
-        self.kept = Checkpoints(folder / "rl", asynchronous=True, identity=identity)
-        self.saver = Saver("rl", Steps(7, 3), self.home, self.kept, {"config": 1})
+        self.saver = open_phase("rl", self.home, steps=7, save_every=3)
 
     def check(self) -> None:
         if self.refuse:
@@ -63,6 +65,9 @@ class Run:
                 saver.done(step, after, figures, {"at": step})
         return done
 
+    def latest(self) -> int | None:
+        return checkpoints(self.folder).latest()
+
     def written(self) -> list[int]:
         return [line["step"] for line in read_metrics(self.folder / "metrics.jsonl")]
 
@@ -71,10 +76,9 @@ def test_it_is_saved_regularly_and_at_its_end(tmp_path):
     run = Run(tmp_path)
     assert [step for step in range(1, 8) if run.saver.is_regular(step)] == [3, 6, 7]
     assert run.steps() == [1, 2, 3, 4, 5, 6, 7] == run.written()
-    kept = Checkpoints(tmp_path / "rl")
+    kept = checkpoints(tmp_path)
     assert kept.steps() == [6, 7]
-    meta = kept.meta()
-    assert (meta["config"], unpack(meta["cursor"])) == (1, {"at": 7})
+    assert unpack(kept.meta()["cursor"]) == {"at": 7}
     assert Run(tmp_path).steps() == [], "nothing is left to do"
     assert run.written() == [1, 2, 3, 4, 5, 6, 7]
 
@@ -84,7 +88,7 @@ def test_a_stop_saves_the_current_step_and_no_step_is_repeated(tmp_path):
         Run(tmp_path).steps(stop=4)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     again = Run(tmp_path)
-    assert again.kept.latest() == 4
+    assert again.latest() == 4
     assert again.written() == [1, 2, 3, 4]
     assert again.steps() == [5, 6, 7]
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
@@ -96,7 +100,7 @@ def test_a_stop_before_the_first_step_does_nothing(tmp_path):
         signal.raise_signal(signal.SIGINT)
         run.saver.restore({"n": jnp.zeros(())})
     assert run.written() == []
-    assert run.kept.latest() is None
+    assert run.latest() is None
 
 
 def test_an_infinite_loss_ends_it_and_steps_after_the_last_save_are_repeated(tmp_path):
@@ -107,7 +111,7 @@ def test_an_infinite_loss_ends_it_and_steps_after_the_last_save_are_repeated(tmp
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         Run(tmp_path).steps(loss=lambda step: float("nan") if step == 5 else 1.0)
     run = Run(tmp_path)
-    assert (run.kept.latest(), run.written()) == (3, [1, 2, 3, 4])
+    assert (run.latest(), run.written()) == (3, [1, 2, 3, 4])
     assert run.steps() == [4, 5, 6, 7]
     assert run.written() == [1, 2, 3, 4, 5, 6, 7]
 
@@ -120,7 +124,7 @@ def test_what_an_update_has_destroyed_is_not_saved(tmp_path, step, good):
     with pytest.raises(ValueError, match=f"^{what}"):
         Run(tmp_path).steps(destroyed=step)
     run = Run(tmp_path)
-    assert run.kept.latest() == good
+    assert run.latest() == good
     assert run.steps() == [*range((good or 0) + 1, 8)]
 
 
@@ -131,7 +135,7 @@ def test_the_best_of_the_regular_checkpoints_is_kept(tmp_path):
         # The stop saves step 4, but its 1.0 is no score of its own.
         Run(tmp_path).steps(accuracy.__getitem__, stop=4)
     Run(tmp_path).steps(accuracy.__getitem__)
-    kept = Checkpoints(tmp_path / "rl")
+    kept = checkpoints(tmp_path)
     assert kept.steps() == [3, 6, 7]
     assert kept.best() == 3
 
@@ -142,7 +146,7 @@ def test_an_error_before_a_save_prevents_it(tmp_path):
     with pytest.raises(OSError, match="too many videos"):
         run.steps()
     assert run.written() == [1, 2, 3]
-    assert Checkpoints(tmp_path / "rl").latest() is None
+    assert checkpoints(tmp_path).latest() is None
 
 
 def test_a_run_goes_on_after_a_save_that_failed(tmp_path, monkeypatch):
@@ -152,9 +156,9 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "no space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="saving"):
-        patch.setattr(run.kept._manager, "save", full)
+        patch.setattr(run.saver._checkpoints._manager, "save", full)
         run.steps()
-    assert Checkpoints(tmp_path / "rl").steps() == []
+    assert checkpoints(tmp_path).steps() == []
     assert Run(tmp_path).steps() == [1, 2, 3, 4, 5, 6, 7], "it cannot go on"
 
 

@@ -20,7 +20,7 @@ import math
 import pathlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import jax
 
@@ -79,34 +79,6 @@ class Home:
         return self.run_folder.folder
 
 
-@runtime_checkable
-class Form(Protocol):
-    """How states of training are stored."""
-
-    def as_saved(self, state: Any) -> Any:
-        """Return the arrays to store, or their shapes."""
-        ...
-
-    def as_trained(self, saved: Any) -> Any:
-        """Return the state that was stored as `saved`."""
-        ...
-
-
-@runtime_checkable
-class Steps(Protocol):
-    """Settings of a phase, as far as they say when it is saved."""
-
-    @property
-    def steps(self) -> int:
-        """Number of steps."""
-        ...
-
-    @property
-    def save_every(self) -> int:
-        """Steps between regular checkpoints. The last step always has one."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """What a run starts from, by content. Checkpoints from another origin are refused."""
@@ -122,11 +94,12 @@ class Saver:
 
     Args:
         name: `align`, `sft` or `rl`.
-        settings: When the phase is saved, and its number of steps.
-        home: Where the run records what it does.
-        checkpoints: Where the phase is saved and resumed from.
-        meta: Stored in each checkpoint beside the data cursor.
-        form: The form in which states are stored; None: as they are.
+        settings: Those of the phase: its `steps`, and `save_every`, the steps between regular
+            checkpoints. The last step always has one.
+        home: The run.
+        origin: What the run starts from.
+        parts: The model (`train.model.Parts`), which turns a state into what is stored; None: it is
+            stored as it is.
 
     Attributes:
         finished_steps: Steps in the newest checkpoint; 0 if there is none.
@@ -135,22 +108,31 @@ class Saver:
     def __init__(
         self,
         name: str,
-        settings: Steps,
+        settings: Any,
         home: Home,
-        checkpoints: Checkpoints,
-        meta: Mapping[str, Any],
-        form: Form | None = None,
+        origin: Origin,
+        parts: Any = None,
     ):
         self.name = name
         self._settings = settings
         self._home = home
-        self._checkpoints = checkpoints
-        self._meta = meta
-        self._form = form
+        self._parts = parts
+        self._checkpoints = Checkpoints(
+            home.run_folder.checkpoints / name,
+            asynchronous=True,
+            identity={"settings": identity(home.config), **origin.content},
+        )
+        self._meta = {
+            "settings": home.config,
+            "model": origin.content["model"],
+            "vocabulary": origin.content["vocabulary"]["digest"],
+            "param_dtype": origin.param_dtype,
+            "base_fingerprint": origin.content.get("base_fingerprint"),
+        }
         self._trace = contextlib.ExitStack()
         # The first process decides for all: on a shared disk the others may see a new checkpoint
         # later than it does.
-        self.finished_steps: int = hosts.gather(checkpoints.latest())[0] or 0
+        self.finished_steps: int = hosts.gather(self._checkpoints.latest())[0] or 0
         self._lines = StepLines(settings.steps)
 
     def __enter__(self) -> Saver:
@@ -208,13 +190,13 @@ class Saver:
         state = initial
         cursor = None
         if self.finished_steps:
-            template = initial if self._form is None else self._form.as_saved(initial)
+            template = initial if self._parts is None else self._parts.as_saved(initial)
             template = jax.tree.map(_shape, template)
             # Both states together might not fit into the memory of the devices.
             for leaf in jax.tree.leaves(initial):
                 leaf.delete()
             saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
-            state = saved if self._form is None else self._form.as_trained(saved)
+            state = saved if self._parts is None else self._parts.as_trained(saved)
             try:
                 cursor = unpack(meta["cursor"])
             except Exception as error:  # a damaged one finds errors of every kind
@@ -307,8 +289,8 @@ class Saver:
             )
 
     def _save(self, step: int, state: Any, cursor: Any) -> None:
-        if self._form is not None:
-            state = self._form.as_saved(state)
+        if self._parts is not None:
+            state = self._parts.as_saved(state)
         destroyed = not_finite(state)
         if destroyed:
             # An update with a finite loss has destroyed it.
@@ -381,30 +363,3 @@ class _Records(pickle.Unpickler):
             if isinstance(kind, type) and kind.__module__ == module:
                 return kind
         raise pickle.UnpicklingError(f"{module}.{name} is no record")
-
-
-def open_saver(
-    name: str, settings: Steps, home: Home, origin: Origin, form: Form | None = None
-) -> Saver:
-    """Open a phase with its checkpoints.
-
-    Args:
-        name: `align`, `sft` or `rl`.
-        settings: Settings of the phase.
-        home: The run.
-        origin: What the run starts from.
-        form: The form in which states are stored; None: as they are.
-    """
-    checkpoints = Checkpoints(
-        home.run_folder.checkpoints / name,
-        asynchronous=True,
-        identity={"settings": identity(home.config), **origin.content},
-    )
-    meta = {
-        "settings": home.config,
-        "model": origin.content["model"],
-        "vocabulary": origin.content["vocabulary"]["digest"],
-        "param_dtype": origin.param_dtype,
-        "base_fingerprint": origin.content.get("base_fingerprint"),
-    }
-    return Saver(name, settings, home, checkpoints, meta, form)
