@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import pathlib
 import struct
 from collections.abc import Callable, Sequence
@@ -71,8 +72,9 @@ def write(
     options: dict[str, str] | None = None,
     matrix: tuple[int, int, int, int] = (1, 0, 0, 1),
     muxer: dict[str, str] | None = None,
+    milliseconds: Sequence[int] | np.ndarray = (),
 ) -> pathlib.Path:
-    """Encode pictures at 25 frames per second."""
+    """Encode pictures at 25 frames per second, or at the given times."""
     with av.open(str(path), "w", options=muxer or {}) as container:
         stream = container.add_stream(codec, rate=RATE, options=options or PLAIN)
         assert isinstance(stream, av.VideoStream)
@@ -80,8 +82,12 @@ def write(
         stream.pix_fmt = "yuv444p" if options == LOSSLESS else "yuv420p"
         a, b, c, d = (65536 * value for value in matrix)
         stream.set_display_matrix([a, b, 0, c, d, 0, 0, 0, 1 << 30])
-        for number in numbers:
+        if len(milliseconds):
+            stream.codec_context.time_base = fractions.Fraction(1, 1000)
+        for count, number in enumerate(numbers):
             frame = av.VideoFrame.from_ndarray(picture(number, size), format="rgb24")
+            if len(milliseconds):
+                frame.pts, frame.time_base = int(milliseconds[count]), fractions.Fraction(1, 1000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return path

@@ -96,12 +96,6 @@ def test_a_clip_without_any_keyframe_is_refused_by_name(tmp_path):
         video.probe(path)
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_what_is_transparent_in_a_picture_is_white(mode, tmp_path):
-    Image.new(mode, (32, 32)).save(tmp_path / "sign.png")
-    assert (video.read(tmp_path / "sign.png", [0]) == 255).all()
-
-
 def test_an_animation_is_not_taken_for_a_picture(tmp_path):
     pictures = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue")]
     pictures[0].save(tmp_path / "clip.webp", save_all=True, append_images=pictures[1:])

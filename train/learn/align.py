@@ -24,7 +24,7 @@ from models.model import VisionLanguageModel
 from models.vision import PatchLayout, frame_layout, patchify
 from paravt_jax.checks import require_above, require_at_least
 from paravt_jax.data import video
-from paravt_jax.data.frames import PixelRules, VideoError, shown
+from paravt_jax.data.frames import PixelRules, VideoError
 from paravt_jax.method.records import Caption
 from paravt_jax.method.tokenizer import Vocabulary
 from train.durable.saver import Saver
@@ -86,8 +86,7 @@ class CaptionedFrames:
             try:
                 times = video.probe(path).times
                 numbers = np.searchsorted(times, [caption.time for caption in group])
-                frames = [shown(frame, self.rules) for frame in video.read(path, numbers)]
-                pixels.append(np.stack(frames))
+                pixels.append(video.read(path, numbers, self.rules))
             except VideoError as error:
                 self.unreadable[name] = error.reason
                 continue
