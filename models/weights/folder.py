@@ -45,7 +45,7 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
     Raises:
         FileNotFoundError: there is no such folder, id or address, or `source` is the directory of a
             run, which has its model in the subfolder `model` when it is finished.
-        ConnectionError: a file behind an address cannot be fetched.
+        ConnectionError: a file cannot be fetched.
     """
     patterns = [*_COMPANIONS]
     if weights:

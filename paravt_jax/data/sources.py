@@ -20,7 +20,6 @@ from huggingface_hub import constants, errors
 from paravt_jax.data.archives import SUFFIXES, unpack
 from paravt_jax.data.buckets import fetch_files
 from paravt_jax.data.foreign import shortened
-from paravt_jax.processes.exit_codes import FAILED
 from paravt_jax.progress import Progress
 
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -54,7 +53,7 @@ def fetch(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
     Raises:
         FileNotFoundError: The source does not exist, no file of a bucket matches, or this kind of
             bucket needs another package.
-        ConnectionError: A file of a bucket cannot be fetched.
+        ConnectionError: A file cannot be fetched.
     """
     if "://" in source:
         fetch_files(source, folder, patterns)
@@ -107,12 +106,6 @@ def media_root(
 # --- the hub ---
 
 
-class HubRefusal(ConnectionError):
-    """The hub does not give the files until the id, the token or HF_HUB_OFFLINE changes."""
-
-    exit_code = FAILED
-
-
 def is_hub_id(source: str) -> bool:
     """Return whether a text has the form owner/name."""
     return _ID.fullmatch(source) is not None
@@ -135,7 +128,8 @@ def snapshot(
         folder: Where to put the files; None: the hub's cache.
 
     Raises:
-        FileNotFoundError: The repository cannot be downloaded. The message names the remedy.
+        FileNotFoundError: There is no such repository, or it is not for this user.
+        ConnectionError: The hub does not answer.
     """
     with _named_failures(id, repo_type):
         return pathlib.Path(
@@ -163,18 +157,21 @@ def _named_failures(id: str, repo_type: str) -> Iterator[None]:
         refused = isinstance(error, errors.RepositoryNotFoundError) or (
             isinstance(error, errors.HfHubHTTPError) and error.response.status_code == _UNAUTHORIZED
         )
+        kind = FileNotFoundError
         if refused:
-            why = HubRefusal(
+            why = (
                 "it does not exist, is private or gated, or your token is not valid; check the id, "
                 f"accept the terms on {page} and log in (hf auth login, or set HF_TOKEN)"
             )
         elif constants.HF_HUB_OFFLINE:
-            why = HubRefusal("it is not in the cache, and HF_HUB_OFFLINE is set; unset it")
+            why = "it is not in the cache, and HF_HUB_OFFLINE is set; unset it"
         else:
+            kind = ConnectionError
             # The messages of the hub's client have several lines.
             text = shortened(f"{type(error).__name__}: {error}", 300)
-            why = ConnectionError(f"{text}; check the network and repeat the command")
-        raise FileNotFoundError(
+            why = f"{text}; check the network and repeat the command"
+        # Not from the client's error, whose type would decide the exit code of a command.
+        raise kind(
             f"{id}: no such folder, and the download from the hub failed: {why}, or download it "
             "elsewhere and give its folder"
-        ) from why
+        ) from None
