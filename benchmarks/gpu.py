@@ -32,7 +32,7 @@ import numpy as np
 from jaxtyping import Int
 
 from benchmarks.model import alone
-from models import gpu
+from models.devices import require_type, reserve_memory
 from models.features import FrameFeatures, FrameSettings
 from models.weights import hf
 from models.weights.folder import local_folder
@@ -86,8 +86,8 @@ class Work:
 
 def here(folder: str, work: Work) -> dict[str, Any]:
     """Return the tokens per second of this engine."""
-    gpu.reserve_memory()
-    gpu.require_type("dtype", "bfloat16")
+    reserve_memory()
+    require_type("dtype", "bfloat16")
     model = hf.load(folder, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     features = FrameFeatures(
         model.vision, model.config, FrameSettings(), pathlib.Path(), source=video

@@ -25,7 +25,7 @@ import jax
 import tyro
 
 from configs.paravt_tiny import paravt_tiny, sft_tiny
-from models.device_memory import reuse_freed_memory
+from models.devices import reuse_freed_memory
 from models.lora import LoRASettings
 from models.sharding import make_mesh
 from paravt_extras.fit import total_bytes

@@ -35,10 +35,9 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from models.attention import DenseCache
-from models.config import ModelConfig, VisionConfig
-from models.device_memory import reuse_freed_memory
+from models.config import ModelConfig, VisionConfig, flops_per_token
+from models.devices import reuse_freed_memory
 from models.family import family
-from models.flops import flops_per_token
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.rope import mrope_positions, visual_index

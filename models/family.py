@@ -2,11 +2,10 @@
 
 A family is a package in `models` with a module `family`, whose `FAMILY` is a `Family`:
 
-    models/NAME/family.py    FAMILY
+    models/NAME/family.py    FAMILY, and the names of tensors
     models/NAME/dialect.py   chat marks, and how a call is written
     models/NAME/config.py    fields of its vision tower
     models/NAME/vision.py    the vision tower
-    models/NAME/folder.py    the names of tensors
     models/NAME/sizes.py     the published sizes
 
 The text decoder (`models.text`) is shared: families differ in fields of `TextConfig`.

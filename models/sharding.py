@@ -61,7 +61,7 @@ BATCH = PartitionSpec(ROWS)
 Axes = str | tuple[str, ...] | None
 T = TypeVar("T")
 
-# Traces a program for given arguments. `models.compile_ahead` compiles the result.
+# Traces a program for given arguments. `models.compilation` compiles the result.
 Lowering = Callable[[], jax.stages.Lowered]
 
 

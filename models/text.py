@@ -270,7 +270,7 @@ class TextDecoder(nnx.Module):
         positions: Int[Array | np.ndarray, "3 b t"],
         layout: RowLayout | None = None,
         visual: VisualBank | None = None,
-        prefix: KV | Callable[[Int[Array, ""]], KV] | None = None,
+        prefix: Callable[[Int[Array, ""]], KV] | None = None,
         remat: Remat = "none",
     ) -> tuple[Float[Array, "b t d"], KV]:
         """Run the decoder over whole sequences.
@@ -282,9 +282,8 @@ class TextDecoder(nnx.Module):
             positions: time, height and width of every token (`rope.mrope_positions`).
             layout: what each token sees; None: itself and earlier tokens of its row.
             visual: visual vectors and the tokens that take them; None: all tokens are text.
-            prefix: keys and values of s tokens before each row. Each row is then one segment. A
-                function from a layer's number to its keys and values reads only one layer at a
-                time.
+            prefix: from a layer's number to the keys and values of s tokens before each row, so
+                that one layer's exist at a time. Each row is then one segment.
             remat: what is kept for the backward pass.
 
         Returns:
@@ -302,8 +301,8 @@ class TextDecoder(nnx.Module):
         between = (ROWS,) if remat == "none" else (ROWS, "tensor")
 
         def body(x, layer):
-            params, number, layer_prefix = layer
-            past = prefix(number) if callable(prefix) else layer_prefix
+            params, number = layer
+            past = None if prefix is None else prefix(number)
             block = nnx.merge(graph, params)
             # The name marks what a policy keeps, so it goes on the sharded copy.
             x = checkpoint_name(constrain(x, *between), LAYER_INPUT)
@@ -318,13 +317,7 @@ class TextDecoder(nnx.Module):
         if visual is not None:
             x = visual.embed(x)
         layers = jnp.arange(self.config.num_hidden_layers)
-        # KV's arrays have a leading layer axis, so the scan gives each layer its own slice.
-        stacked_prefix = None if callable(prefix) else prefix
-        x, kv = jax.lax.scan(
-            rematerialise(body, remat),
-            constrain(x, *between),
-            (state, layers, stacked_prefix),
-        )
+        x, kv = jax.lax.scan(rematerialise(body, remat), constrain(x, *between), (state, layers))
         return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
 
     def decode(

@@ -288,11 +288,6 @@ class VisionTower(nnx.Module):
         """Return the hidden states after the last block, and after each block that DeepStack
         taps."""
         x = self.embed(jnp.asarray(patches, self.dtype), layout)
-        return self._run_blocks(x, layout, remat)
-
-    def _run_blocks(
-        self, x: Float[Array, "b p d"], layout: PatchLayout, remat: bool
-    ) -> tuple[Float[Array, "b p d"], Float[Array, "levels b p d"]]:
         c = self.config
         angles = vision_angles(layout.row, layout.column, c)
         segments = self.segments(layout, len(x))

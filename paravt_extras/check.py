@@ -20,8 +20,7 @@ import jax
 from flax import nnx
 from tqdm import tqdm
 
-from models import gpu
-from models.device_memory import host_memory
+from models.devices import host_memory, require_type
 from models.model import abstract_model
 from models.trained import split
 from models.weights.folder import local_folder, require_readable
@@ -154,7 +153,7 @@ def _devices(run: Run, devices: Devices) -> str:
     needs = ", ".join(f"{phase} {need / GIB:.1f}" for phase, need in fitted.needs.items())
     estimate = f"; estimated GiB per device: {needs}" if needs else ""
     if devices.platform == jax.default_backend():
-        gpu.require_type("model.dtype", run.model.dtype)
+        require_type("model.dtype", run.model.dtype)
     return f"{devices.name}, {memory}: {fitted.describe()}{estimate}"
 
 

@@ -34,9 +34,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from configs import RECIPES
-from models import gpu
 from models.attention import QUERY_CHUNK
 from models.config import ModelConfig, TextConfig
+from models.devices import require_type, reserve_memory
 from models.lora import LoRASettings
 from models.model import abstract_model
 from models.remat import Remat
@@ -559,13 +559,13 @@ def _kept(text: TextConfig, policy: Remat) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns 0 if the recipe fits the devices here, else 1."""
     run = parse(sys.argv[1:] if argv is None else argv, RECIPES, "python -m paravt_extras.fit")
-    gpu.reserve_memory()
+    reserve_memory()
     devices = found_devices()
     try:
         if devices.platform == "cpu" and run.model.size != "tiny":
             slices = ", ".join(smallest_slices(run))
             raise ValueError(f"{run.name} needs a GPU or a TPU, such as one of {slices}")
-        gpu.require_type("model.dtype", run.model.dtype)
+        require_type("model.dtype", run.model.dtype)
         print(f"{run.name} fits {devices.name}: {fit(run, devices).describe()}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

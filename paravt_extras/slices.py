@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from models.device_memory import reported_memory
+from models.devices import reported_memory
 from models.sharding import slice_of
 from paravt_jax.processes import hosts
 

@@ -21,8 +21,8 @@ import tyro
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from models import gpu
-from models.compile_cache import use_cache
+from models.compilation import use_cache
+from models.devices import require_type, reserve_memory
 from models.family import family_of
 from models.features import FrameFeatures, FrameSettings
 from models.model import VisionLanguageModel
@@ -118,7 +118,7 @@ class Assistant:
             mesh: See `models.peft_folder.load`, also for the errors.
             dtype: Type of weights and activations.
         """
-        gpu.require_type("dtype", dtype)
+        require_type("dtype", dtype)
         folder = local_folder(source)
         model = load(folder, mesh=mesh, dtype=dtype, param_dtype=dtype)
         vocabulary = tokenizer_file.load(base_folder(folder), family_of(model.config).dialect)
@@ -234,7 +234,7 @@ class AskSettings:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
-    gpu.reserve_memory()
+    reserve_memory()
     prog = "python -m rollout.ask"
     asked = tyro.cli(AskSettings, args=argv, prog=prog, description=__doc__)
     try:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from models import gpu
+from models.devices import reserve_memory
 from paravt_extras.compare import compare, comparison_text
 from paravt_extras.table_1 import table_1
 from paravt_jax.processes import cluster
@@ -36,7 +36,7 @@ _MODES = "\n\n".join(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
-    gpu.reserve_memory()
+    reserve_memory()
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if {"--compare", "--table"} & {word.split("=")[0] for word in argv}:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import nnx
 
-from models.compile_ahead import compile_ahead
+from models.compilation import compile_ahead
 from models.features import FrameFeatures
 from models.sharding import Lowering
 from paravt_jax.data.frame_reader import FrameReader

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models import gpu
 from models.config import ModelConfig
+from models.devices import require_type
 from models.features import tower_mesh
 from models.fingerprint import fingerprint
 from models.lora import add_adapters, cast
@@ -118,7 +118,7 @@ def require_model(run: Run) -> None:
         ValueError: If the device does not have the type of the activations, the model lacks a
             matrix that `run.lora` adapts, or the files are damaged or those of another model.
     """
-    gpu.require_type("model.dtype", run.model.dtype)
+    require_type("model.dtype", run.model.dtype)
     if run.lora is not None and run.lora.targets:
         abstract_model(run.model.config(), lora=run.lora)
     if run.model.path:

@@ -25,9 +25,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs import RECIPES
-from models import gpu
-from models.compile_cache import use_cache
-from models.device_memory import reuse_freed_memory
+from models.compilation import use_cache
+from models.devices import reserve_memory, reuse_freed_memory
 from models.model import VisionLanguageModel
 from models.sharding import make_mesh
 from paravt_extras.check import as_text, check, require_ready
@@ -261,7 +260,7 @@ def train(run: Run, prepared: Callable[[Run], Run] = lambda run: run) -> int:
 def command(run: Run, work: Callable[[Run], int]) -> int:
     """Do some work for a run, such as `train`. Returns the exit code; an error has one line."""
     reuse_freed_memory()
-    gpu.reserve_memory()
+    reserve_memory()
     _silence_stacks()
     try:
         return work(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from models.compile_ahead import compile_ahead
+from models.compilation import compile_ahead
 from paravt_jax.processes import hosts
 from train.durable.saver import Saver
 from train.learn.sft import SFTBatches, make_sft_updater, sft_step

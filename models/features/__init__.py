@@ -284,7 +284,7 @@ class FrameFeatures(VideoFiles):
     # --- the vision tower ---
 
     def lowerings(self, sizes: Iterable[tuple[int, int]]) -> Iterator[Lowering]:
-        """Return the tower's programs for videos of these sizes, for `models.compile_ahead`.
+        """Return the tower's programs for videos of these sizes, for `models.compilation`.
 
         Args:
             sizes: (height, width) of videos, in pixels.

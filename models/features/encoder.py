@@ -132,7 +132,7 @@ class FrameEncoder:
                 yield Encoded(vectors, index)
 
     def lowerings(self, grids: Iterable[Grid]) -> Iterator[Lowering]:
-        """Return the programs for frames of these sizes in patches (`models.compile_ahead`)."""
+        """Return the programs for frames of these sizes in patches (`models.compilation`)."""
         for grid in grids:
             size, tokens = self._batch_shape(grid)
             layout = frame_layout(grid, self._config)

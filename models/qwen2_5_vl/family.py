@@ -5,9 +5,32 @@ from __future__ import annotations
 from models.family import Family
 from models.qwen2_5_vl import sizes
 from models.qwen2_5_vl.config import Qwen25VLConfig, Qwen25VLVisionConfig
-from models.qwen2_5_vl.folder import MODULES, tensor_layouts
 from models.qwen2_5_vl.vision import Qwen25VLVisionTower
 from models.qwen3_vl.dialect import DIALECT
+from models.weights.hf_layout import TensorLayout, linear_layouts, patch_layout, text_layouts
+
+
+def tensor_layouts(config: Qwen25VLConfig) -> dict[str, TensorLayout]:
+    """Map the path of each parameter to its tensor."""
+    block = "visual.blocks.{}"
+    merger = "visual.merger"
+    linears = {
+        "vision/blocks/qkv": f"{block}.attn.qkv",
+        "vision/blocks/out": f"{block}.attn.proj",
+        "vision/blocks/gate": f"{block}.mlp.gate_proj",
+        "vision/blocks/up": f"{block}.mlp.up_proj",
+        "vision/blocks/down": f"{block}.mlp.down_proj",
+        "vision/merger/fc1": f"{merger}.mlp.0",
+        "vision/merger/fc2": f"{merger}.mlp.2",
+    }
+    return text_layouts(config.text, "model") | {
+        "vision/patch/kernel": patch_layout(config.vision, "visual.patch_embed.proj.weight"),
+        "vision/blocks/norm1/scale": TensorLayout(f"{block}.norm1.weight"),
+        "vision/blocks/norm2/scale": TensorLayout(f"{block}.norm2.weight"),
+        "vision/merger/norm/scale": TensorLayout(f"{merger}.ln_q.weight"),
+        **linear_layouts(linears),
+    }
+
 
 FAMILY = Family(
     title="Qwen2.5-VL",
@@ -26,7 +49,8 @@ FAMILY = Family(
     sizes=sizes.SIZES,
     tiny=sizes.tiny,
     tensor_layouts=tensor_layouts,
-    modules=MODULES,
+    # Checkpoints keep the names of an earlier transformers.
+    modules={"model.": "model.language_model.", "visual.": "model.visual."},
     dialect=DIALECT,
     processor={
         "processor": "Qwen2_5_VLProcessor",

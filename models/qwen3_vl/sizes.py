@@ -68,12 +68,10 @@ def _rehearsal() -> Qwen3VLConfig:
     depend on them.
     """
     vision = dataclasses.replace(
-        _LARGE_TOWER,
-        hidden_size=64,
+        tiny(_TEXT.vocab_size).vision,
         depth=3,
-        num_heads=4,
-        intermediate_size=128,
         out_hidden_size=64,
+        num_position_embeddings=48 * 48,
         deepstack_visual_indexes=(0, 1, 2),
     )
     text = dataclasses.replace(

@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import split_state_dict_into_shards_factory
+
 from models.weights.tensor_file import Shape, Tensor, TensorType, read_header
 from paravt_jax.data import foreign, sources
 from paravt_jax.data.any_path import is_address
@@ -217,23 +219,18 @@ def new_files(
         The tensors of each weights file, and the content of the index if there are several, both by
         file name.
     """
-    groups: list[dict[str, TensorType]] = []
-    room = total = 0
-    for name, (dtype, shape) in tensors.items():
-        size = math.prod(shape) * dtype.itemsize
-        if not groups or size > room:
-            groups.append({})
-            room = max_bytes
-        groups[-1][name] = (dtype, shape)
-        room -= size
-        total += size
-    count = len(groups)
-    if count == 1:
-        return {_FILE: groups[0]}, {}
-    files = {f"model-{i:05}-of-{count:05}.safetensors": x for i, x in enumerate(groups, 1)}
-    where = {name: file for file, group in files.items() for name in group}
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    return files, {_INDEX: to_json(index)}
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda x: math.prod(x[1]) * x[0].itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_bytes,
+    )
+    files = {
+        file: {name: tensors[name] for name in names}
+        for file, names in split.filename_to_tensors.items()
+    }
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    return files, {_INDEX: to_json(index)} if split.is_sharded else {}
 
 
 def to_json(content: Mapping[str, Any]) -> bytes:

@@ -223,7 +223,7 @@ class Engine:
         self.runner.warm_up(self._loaded("warm_up"))
 
     def lowerings(self) -> Iterator[Lowering]:
-        """Return the programs that take long to compile, for `models.compile_ahead`.
+        """Return the programs that take long to compile, for `models.compilation`.
 
         The engine may sleep: no memory of the device is needed.
         """

@@ -8,8 +8,8 @@ import math
 import os
 import pathlib
 
-from models import gpu
 from models.config import ModelConfig
+from models.devices import require_type
 from models.family import family_of
 from models.features import FrameFeatures, frame_tokens
 from models.peft_folder import base_folder
@@ -111,7 +111,7 @@ def load_player(
         environment = Environment(setup.protocol, images)
     else:
         dtype = settings.dtype
-        gpu.require_type("dtype", dtype)
+        require_type("dtype", dtype)
         mesh = make_mesh(1, 1, settings.tensor, devices) if settings.tensor > 1 else None
         model = load_model(setup.folder, config, mesh=mesh, dtype=dtype, param_dtype=dtype)
         features = FrameFeatures(

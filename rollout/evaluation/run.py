@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import jax
 
-from models.compile_cache import use_cache
+from models.compilation import use_cache
 from models.peft_folder import base_folder
 from models.weights.folder import require_readable, weights_hash
 from paravt_jax.data.question_files import read_questions, require_unique_ids

@@ -323,17 +323,20 @@ def test_the_decoder_compiles_for_tpu_with_the_kernel():
         by_row = NamedSharding(mesh, jax.P(None, *BATCH))
         past = jax.ShapeDtypeStruct((2, b, s, 2, 128), jnp.bfloat16, sharding=by_row)
         layout = RowLayout(array(jnp.int32, b, t), array(jnp.bool, b, s))
-        batch = dict(ids=array(jnp.int32, b, t), prefix=KV(past, past), layout=layout)
+        batch = dict(ids=array(jnp.int32, b, t), layout=layout)
 
-        def loss(state, batch):
+        def loss(state, batch, kv):
             positions = jnp.broadcast_to(jnp.arange(t), (3, b, t))
-            hidden, _ = nnx.merge(graph, state)(positions=positions, remat="full", **batch)
+            past = lambda layer: jax.tree.map(lambda x: x[layer], kv)
+            rows = dict(positions=positions, prefix=past, remat="full", **batch)
+            hidden, _ = nnx.merge(graph, state)(**rows)
             return hidden.astype(jnp.float32).mean()
 
         place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         state = jax.tree.map(place, state, param_shardings(state, mesh))
         with jax.set_mesh(mesh):
-            compiled = jax.jit(jax.value_and_grad(loss)).lower(state, batch).compile()
+            step = jax.jit(jax.value_and_grad(loss))
+            compiled = step.lower(state, batch, KV(past, past)).compile()
         program = compiled.as_text()
         assert program.count("tpu_custom_call") >= 3
         print("done")

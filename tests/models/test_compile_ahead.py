@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import compile_ahead as module
-from models.compile_ahead import compile_ahead, compile_threads
+from models import compilation as module
+from models.compilation import compile_ahead, compile_threads
 from models.features import FrameFeatures, FrameSettings
 from models.sharding import abstract, make_mesh
 from paravt_jax.data import video

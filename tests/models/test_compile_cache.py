@@ -15,11 +15,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
 import collections, json, pathlib, sys
 import jax, jax.numpy as jnp
-from models import compile_cache
-compile_cache._SECONDS = 0.0
+from models import compilation
+compilation._SECONDS = 0.0
 counts = collections.Counter()
 jax.monitoring.register_event_listener(lambda name, **_: counts.update([name]))
-compile_cache.use_cache(pathlib.Path(sys.argv[1]))
+compilation.use_cache(pathlib.Path(sys.argv[1]))
 x = jnp.arange(4096.0).reshape(64, 64)
 y = jax.jit(lambda x: jax.nn.softmax(jnp.sin(x) @ x.T) / 3)(x)
 loaded = counts["/jax/compilation_cache/cache_hits"]

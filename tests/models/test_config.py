@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from models.config import flops_per_token
 from models.family import family
-from models.flops import flops_per_token
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.weights.hf_config import from_hf, to_hf
 

@@ -13,7 +13,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from models.attention import RowLayout, attend
-from models.gpu import require_type, reserve_memory
+from models.devices import require_type, reserve_memory
 from models.sharding import MESH_AXES
 
 NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

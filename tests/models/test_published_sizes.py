@@ -14,9 +14,8 @@ from jax.extend.core import jaxprs_in_params
 
 from benchmarks.model import vision_flops
 from models.attention import DenseCache
-from models.config import ModelConfig
+from models.config import ModelConfig, flops_per_token
 from models.family import family
-from models.flops import flops_per_token
 from models.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
 from models.text import KV

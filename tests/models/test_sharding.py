@@ -22,7 +22,7 @@ from models.qwen3_vl.config import Qwen3VLVisionConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.qwen3_vl_moe.family import Qwen3VLMoeConfig
 from models.sharding import BATCH, make_mesh, param_shardings
-from models.text import TextDecoder, VisualBank
+from models.text import KV, TextDecoder, VisualBank
 from tests.collectives import bytes_sent, find_collectives
 from tests.models.packed_frames import packed_layout
 
@@ -168,9 +168,11 @@ def spots(first: int, last: int, rows: int) -> jax.Array:
 
 def loss(model: VisionLanguageModel, batch: dict[str, Any]) -> jax.Array:
     visual = model.vision(batch["patches"], batch["layout"])
-    _, prefix = model.text(
-        batch["prompts"], spots(0, 12, 8), visual=VisualBank(visual, batch["index"])
-    )
+    _, kv = model.text(batch["prompts"], spots(0, 12, 8), visual=VisualBank(visual, batch["index"]))
+
+    def prefix(layer: jax.Array) -> KV:
+        return jax.tree.map(lambda x: x[layer], kv)
+
     hidden, _ = model.text(batch["ids"], spots(12, 18, 8), prefix=prefix, remat="full")
     logprobs = model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 0.7, 2)
     return -logprobs.mean()

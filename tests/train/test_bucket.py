@@ -313,7 +313,7 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_compiled_programs_are_kept_in_the_bucket(store):
     program = """
 import jax
-from models.compile_cache import use_cache
+from models.compilation import use_cache
 from paravt_jax.data.any_path import any_path
 from paravt_jax.processes import hosts
 

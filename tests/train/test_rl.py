@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.compile_ahead import compile_ahead
+from models.compilation import compile_ahead
 from models.features import FrameFeatures
 from models.model import abstract_model
 from models.sharding import make_mesh

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.flops import flops_per_token
+from models.config import flops_per_token
 from models.qwen3_vl.sizes import tiny
 from train.learn import speed
 from train.learn.packing import GroupLengths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from models.flops import flops_per_token, forward_flops
+from models.config import flops_per_token, forward_flops
 from models.qwen3_vl.sizes import qwen3_vl
 from train.learn.packing import GroupLengths
 from train.learn.speed import real_tokens, update_flops, visible_pairs

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from models.config import ModelConfig
-from models.device_memory import used_memory
+from models.devices import used_memory
 from models.features import FrameFeatures
 from paravt_jax.processes import hosts
 from train.learn.packing import GroupLengths
@@ -19,7 +19,7 @@ from train.learn.speed import speeds
 class Compilations:
     """Number and seconds of the compilations of this process since this was created.
 
-    A program that is loaded from disk (`models.compile_cache`) counts as well.
+    A program that is loaded from disk (`models.compilation`) counts as well.
     """
 
     def __init__(self) -> None:

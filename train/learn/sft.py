@@ -277,7 +277,7 @@ class SFTBatches:
         return SFTStep(prepared.bank, prepared.microbatches, placed, groups, metrics)
 
     def lowerings(self, updater: Updater, state: TrainState) -> Iterator[Lowering]:
-        """Return the programs of a step, for `models.compile_ahead`: the update's, and the tower's.
+        """Return the programs of a step, for `models.compilation`: the update's, and the tower's.
 
         Args:
             updater: From `make_sft_updater`.

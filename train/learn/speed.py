@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from models.config import ModelConfig
-from models.flops import forward_flops
+from models.config import ModelConfig, forward_flops
 from train.learn.packing import GroupLengths
 
 # Dense bfloat16 FLOP/s from NVIDIA's data sheets. JAX knows the peaks of TPUs.

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.compile_ahead import compile_ahead
+from models.compilation import compile_ahead
 from models.features import FrameFeatures, FrameSettings
 from models.lora import NOTHING
 from paravt_jax.data import video

@@ -1,25 +1,36 @@
-"""Keeps compiled programs on disk, so that the next start loads them instead of compiling again.
+"""Compiles programs before they are called, several at a time, and keeps them on disk.
 
-The cache is JAX's own. A program's key covers its code, the versions of JAX and XLA, compiler flags
-and the devices, for a CPU also its instruction set. A program that is loaded is the same code, so
-results do not change.
+JAX keeps what `jitted.lower(...).compile()` made. A later call of `jitted` with arguments of the
+same shapes, types and shardings uses it, and does not compile again.
 
+On disk, they are for the next start, which loads them instead of compiling. The cache is JAX's own.
+A program's key covers its code, the versions of JAX and XLA, compiler flags and the devices, for a
+CPU also its instruction set. A program that is loaded is the same code, so results do not change.
 If the variable JAX_COMPILATION_CACHE_DIR is set, JAX uses that folder and nothing here applies; if
 it is empty, nothing is kept.
 """
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import filelock
 import jax
 
+from models.devices import host_memory
+from models.sharding import Lowering
 from paravt_jax.data.any_path import AnyPath, is_bucket, user_folder
 from paravt_jax.processes import hosts
+from paravt_jax.progress import Progress
 
+# Compiling a program of the 8B model for TPU takes up to this many bytes (docs/scale.md).
+_COMPILE_BYTES = 3e9
 MOST_BYTES = 4 * 10**9
 """Size limit of the folder. The programs that were not used for the longest time leave first."""
 
@@ -29,6 +40,43 @@ _SECONDS = 0.1  # programs that compile faster are not kept: reading them would 
 _LOCK = ".lockfile"
 _PROGRAM = "-cache"
 _LAST_USE = "-atime"
+
+
+def compile_ahead(lowerings: Iterable[Lowering], shown: bool = True) -> None:
+    """Compile programs in threads; XLA releases Python's lock while it compiles.
+
+    Programs that are compiled already take no time.
+
+    Args:
+        lowerings: The programs. Those that take longest should come first.
+        shown: Whether to show progress.
+
+    Raises:
+        JaxRuntimeError: A program cannot be compiled; for example, it needs too much memory.
+    """
+    began = time.monotonic()
+    pool = ThreadPoolExecutor(compile_threads())
+    try:
+        # Tracing is Python code, so threads would not make it faster. Meanwhile, the threads
+        # compile what is traced already.
+        compiling = [pool.submit(lower().compile) for lower in lowerings]
+        with Progress("compile", "program", shown=shown) as progress:
+            for done, future in enumerate(as_completed(compiling), 1):
+                future.result()
+                if time.monotonic() - began > 1:
+                    progress.update(done, len(compiling))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def compile_threads() -> int:
+    """Return how many programs to compile at a time.
+
+    One per core, as far as half of the host's memory suffices. The other half is for weights,
+    frames and the compiled programs.
+    """
+    most = int(host_memory() / 2 / _COMPILE_BYTES)
+    return max(1, min(os.cpu_count() or 1, most))
 
 
 def use_cache(shared: AnyPath | None = None) -> None:
