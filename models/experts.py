@@ -15,8 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from models.config import TextConfig
-from models.layers import normal, product
-from models.remat import PRODUCT
+from models.layers import PRODUCT, normal, product
 from models.sharding import ROWS, current_mesh, on_devices, row_devices
 
 

@@ -47,11 +47,6 @@ def mrope_positions(
     """
     ids = np.asarray(ids)
     merge = config.vision.spatial_merge_size
-    if any(side < merge or side % merge for grid in grids for side in grid):
-        raise ValueError(
-            f"grids = {list(grids)}: height and width are multiples of {merge} patches; "
-            "resize frames to the size that smart_resize gives"
-        )
     tokens = [height * width // merge**2 for height, width in grids]
     placeholders = np.flatnonzero((ids == config.image_token_id) | (ids == config.video_token_id))
     if len(placeholders) != sum(tokens):

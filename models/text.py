@@ -23,8 +23,16 @@ from jaxtyping import Array, Float, Int
 from models.attention import DenseCache, PagedCache, RowLayout, attend, platform
 from models.config import TextConfig, require
 from models.experts import Experts
-from models.layers import constant, normal, product, rms_norm
-from models.remat import LAYER_INPUT, PRODUCT, Remat, rematerialise
+from models.layers import (
+    LAYER_INPUT,
+    PRODUCT,
+    Remat,
+    constant,
+    normal,
+    product,
+    rematerialise,
+    rms_norm,
+)
 from models.rope import mrope_angles, rotate
 from models.sharding import BATCH, ROWS, constrain, current_mesh, on_devices, row_devices
 

@@ -37,9 +37,9 @@ from configs import RECIPES
 from models.attention import QUERY_CHUNK
 from models.config import ModelConfig, TextConfig
 from models.devices import require_type, reserve_memory
+from models.layers import Remat
 from models.lora import LoRASettings
 from models.model import abstract_model
-from models.remat import Remat
 from models.sharding import MESH_AXES, param_shardings
 from models.trained import TrainVision, cached_shape, split, split_vision
 from paravt_extras.slices import Devices, found_devices, known_slices

@@ -111,13 +111,9 @@ def weights_files(folder: Path) -> list[str]:
         return [_FILE]
     index = folder / _INDEX
     if not index.exists():
-        if any(folder.glob("*.bin")):
-            raise FileNotFoundError(
-                f"{folder}: has weights as .bin files only, which can run code when they are read; "
-                "give a folder with .safetensors files"
-            )
         raise FileNotFoundError(
-            f"{folder}: has neither {_FILE} nor {_INDEX}; give the folder of a supported model"
+            f"{folder}: has neither {_FILE} nor {_INDEX}, and .bin files are not read, since they "
+            "can run code; give the folder of a supported model"
         )
     weight_map = foreign.read_object(index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []

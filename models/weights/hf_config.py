@@ -47,20 +47,15 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
     """
     if isinstance(source, Mapping):
         return _config(source)
-    content = _read_json(source)
+    if not os.path.exists(source):
+        raise FileNotFoundError(
+            f"{source}: does not exist; give the folder of a checkpoint with its config.json"
+        )
+    content = foreign.read_object(source)
     try:
         return _config(content)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-
-
-def _read_json(path: str | os.PathLike) -> Mapping[str, Any]:
-    try:
-        return foreign.read_object(path)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{path}: does not exist; give the folder of a checkpoint with its config.json"
-        ) from error
 
 
 def _config(content: Mapping[str, Any]) -> ModelConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from models.remat import Remat
+from models.layers import Remat
 from paravt_jax.checks import require_above, require_at_least, require_choices
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Lengths

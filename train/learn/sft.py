@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
 from models.features import VideoFiles
-from models.remat import Remat
+from models.layers import Remat
 from models.sharding import Lowering, require_mesh, row_devices
 from models.text import TextDecoder
 from models.trained import Skeleton

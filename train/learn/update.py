@@ -25,7 +25,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float
 
-from models.remat import Remat
+from models.layers import Remat
 from models.sharding import (
     ROWS,
     Lowering,
