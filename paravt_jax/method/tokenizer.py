@@ -146,5 +146,6 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[int | np.integer] | Int[np.ndarray, " t"]) -> str:
         """Return the text of ids, added tokens included. Invalid UTF-8 becomes U+FFFD."""
-        data = b"".join(self.token_bytes(id) for id in np.asarray(ids).tolist())
+        table = self._bytes
+        data = b"".join(table[id] for id in np.asarray(ids).tolist() if id < len(table))
         return data.decode("utf-8", errors="replace")

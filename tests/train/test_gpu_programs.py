@@ -56,6 +56,7 @@ def test_tower_prefill_and_cold_start_attend_with_cudnn(plan):
     assert update["fmhaScaleBiasSoftmaxBackward"] == 1 and update["fmhaScaleBiasSoftmax"]
 
 
+@pytest.mark.slow
 def test_packed_rows_attend_with_triton_and_decoding_with_xla(plan):
     assert kernels(plan, "decode") == {}
     assert kernels(plan, "RL logprobs") == {"forward": 1}

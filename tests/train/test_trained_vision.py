@@ -161,6 +161,7 @@ def test_what_the_sampler_sees_is_what_the_update_scores(thawed, learner, start)
     assert second["kl_reference"] > 1e-6
 
 
+@pytest.mark.slow
 def test_a_number_of_the_tower_that_changes_on_its_way_is_noticed_in_that_step(
     thawed, small, learner, start, monkeypatch
 ):
