@@ -48,7 +48,6 @@ from train.settings import ModelSettings, Run, change
 ROOT = pathlib.Path(__file__).parents[2]
 # Without recipes that tests add.
 OURS = [name for name, recipe in RECIPES.items() if recipe.__module__.startswith("configs.")]
-ADAPTED = [name for name in OURS if RECIPES[name]().lora is not None]
 LARGE = ["paravt_8b", "paravt_8b_released", "paravt_7b"]
 
 

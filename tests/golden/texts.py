@@ -89,10 +89,6 @@ def alone(text: str) -> list[CropCall]:
 # --- answers ---
 
 
-def closed_answers(text: str) -> list[str]:
-    return [block.strip() for block in re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)]
-
-
 def final_answer(text: str) -> str | None:
     """The last answer block with words and without tags in it.
 

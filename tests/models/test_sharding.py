@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -25,6 +21,7 @@ from models.sharding import BATCH, make_mesh, param_shardings
 from models.text import KV, TextDecoder, VisualBank
 from tests.collectives import bytes_sent, find_collectives
 from tests.models.packed_frames import packed_layout
+from tests.processes import on_eight_devices
 
 
 def state(config=None):
@@ -106,17 +103,7 @@ def test_eight_devices_equal_one():
 
     Runs this file as a program, since the number of devices is fixed when JAX starts.
     """
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": flags,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_eight_devices(__file__)
 
 
 VISION = Qwen3VLVisionConfig(

@@ -46,10 +46,6 @@ def content(folder: pathlib.Path) -> dict[str, str]:
     }
 
 
-def lease_text(store, run: str) -> str:
-    return store.read(f"{run}/{leases.NAME}").decode()
-
-
 def test_a_missing_bucket_is_one_line(store, tmp_path):
     (tmp_path / "a").touch()
     push = BucketFiles("gs://no-such/run", tmp_path).push

@@ -15,7 +15,6 @@ from train.learn.packing import (
     MOST_SIZES,
     GroupLengths,
     MicrobatchShape,
-    PackedMicrobatch,
     StepShape,
     chunk_tokens,
     microbatch_shapes,
@@ -39,10 +38,6 @@ SIZES = (
 
 def real_tokens(groups: Sequence[GroupLengths]) -> int:
     return sum(group.prompt + sum(group.suffixes) for group in groups)
-
-
-def size_of(packed: Sequence[PackedMicrobatch]) -> int:
-    return sum(microbatch.shape.size for microbatch in packed)
 
 
 @st.composite

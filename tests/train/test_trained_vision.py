@@ -32,13 +32,6 @@ from train.run import execute
 
 LORA = LoRASettings(rank=4, alpha=8.0)
 PARTS = {"merger": LORA, "tower": None}
-# The programs of an update.
-UPDATE = (
-    "jit(vision_vectors)",
-    "jit(vision_gradients)",
-    "jit(add_gradients)",
-    "jit(apply_gradients)",
-)
 
 
 @pytest.fixture(scope="module", params=PARTS)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -23,23 +19,14 @@ from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sample, Sampling
 from rollout.engine.settings import EngineSizes
+from tests.processes import on_eight_devices
 from tests.rollout.engine.reference import Pictures
 
 
 @pytest.mark.slow
 def test_many_devices_equal_one():
     """Runs this file as a program with eight fake devices."""
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": flags,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(pathlib.Path(__file__).parents[3]),
-    }
-    done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_eight_devices(__file__)
 
 
 # Sizes of data, fsdp and tensor. On the last mesh tokens are decoded on the pages.
