@@ -61,11 +61,6 @@ class Sampling:
 
     def __post_init__(self):
         require_at_least("Sampling", self, 0, "max_new_tokens", "temperature")
-        # The compiled programs take token ids as int32.
-        if any(not 0 <= stop < 2**31 for stop in self.stop_ids):
-            raise ValueError(
-                f"Sampling.stop_ids: {self.stop_ids}; give token ids, 0 or more and below 2**31"
-            )
         if not self.deadline > 0:
             raise ValueError(
                 f"Sampling.deadline: {self.deadline}; give seconds above 0, or leave it out"

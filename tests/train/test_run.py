@@ -36,7 +36,7 @@ RESULT_FIELDS = """
     recompilations_after_warmup seconds
 """.split()
 ROW_FIELDS = """
-    k dispatch temperature accuracy compliance calls turns n interval share_with_calls
+    k dispatch temperature accuracy compliance calls turns n interval
     refused_reports without_answer unread stops groups format_reward tool_gap
 """.split()
 

@@ -31,7 +31,6 @@ def test_a_summary_has_the_figures_of_its_lines():
     low, high = summary["interval"]
     assert 0 < low < 0.5 < high < 1
     assert summary["calls"] == pytest.approx(4 / 3)
-    assert summary["share_with_calls"] == pytest.approx(2 / 3)
     assert summary["seconds_per_question"] == 3.0
     assert summary["compliance"] == pytest.approx(2 / 3)
     assert summary["stops"] == {"answered": 2, "no_answer": 1}

@@ -105,7 +105,6 @@ def test_figures_are_the_mean_of_their_episodes(small_questions):
         "compliance": 0.75,
         "calls": 1.0,
         "turns": 2.0,
-        "share_with_calls": 0.5,
         "stops": {"answered": 4},
         "refused_reports": 0,
         "without_answer": 0,
