@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -60,7 +59,7 @@ class FeatureCache:
         self.bytes = 0
         self._limit = limit
         # The least recently used first.
-        self._stored: OrderedDict[FrameKey, np.ndarray] = OrderedDict()
+        self._stored: dict[FrameKey, np.ndarray] = {}
         # All that are stored or held.
         self._alive: WeakValueDictionary[FrameKey, np.ndarray] = WeakValueDictionary()
         self._pending: dict[FrameKey, Encoded] = {}

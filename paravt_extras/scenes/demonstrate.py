@@ -149,9 +149,7 @@ def report(video: SceneVideo, window: Window) -> str:
 
 def _sightings(video: SceneVideo, window: Window) -> list[_Glimpse]:
     times = np.arange(video.frames) / FPS
-    info = VideoInfo(
-        video.path, video.frames, float(video.seconds), times, video.width, video.lines
-    )
+    info = VideoInfo(video.frames, float(video.seconds), times, video.width, video.lines)
     shown = times[window_indices(info, *window, 1.0, CROP_FRAMES)].tolist()
     sightings = []
     for moment in video.moments:

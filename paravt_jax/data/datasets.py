@@ -108,14 +108,8 @@ def is_prepared(folder: str | os.PathLike) -> bool:
 
 
 def open_splits(folder: str | os.PathLike) -> dict[str, Split]:
-    """Open the splits of a prepared folder, by name.
-
-    Raises:
-        ValueError: The folder is not prepared.
-    """
+    """Open the splits of a folder that `is_prepared`, by name."""
     folder = pathlib.Path(folder)
-    if not is_prepared(folder):
-        raise ValueError(f"datasets: {folder} holds no prepared data; prepare it first")
     builder = tfds.builder_from_directory(str(_builder_folder(folder)))
     # A decorator hides the signature from pyright.
     return {

@@ -97,7 +97,6 @@ class VideoInfo:
     """What a video file contains.
 
     Attributes:
-        path: The file.
         frames: Number of frames.
         duration: Seconds from the start of the first frame to the end of the last.
         times: Timestamp of each frame in seconds, counted from the first frame.
@@ -105,7 +104,6 @@ class VideoInfo:
         height: Height of a frame in pixels.
     """
 
-    path: str
     frames: int
     duration: float
     times: Float64[np.ndarray, " frames"]

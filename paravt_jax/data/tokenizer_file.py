@@ -22,22 +22,17 @@ def load(path: str | os.PathLike, dialect: Dialect) -> Vocabulary:
         dialect: That of the model's family.
 
     Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: The file has another format.
+        ValueError: The file does not exist, or has another format.
     """
     file = pathlib.Path(path)
     if file.is_dir():
         file = file / FILE
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"tokenizer: {file} does not exist; give a {FILE} or a folder that holds one"
-        )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(
-            f"tokenizer: {file} is not in the Hugging Face tokenizers format ({error}); fetch it "
-            "again"
+            f"tokenizer: {file} is not in the Hugging Face tokenizers format ({error}); give a "
+            f"{FILE}, or a folder that holds one"
         ) from error
     return Vocabulary(tokenizer, dialect)
 

@@ -68,8 +68,8 @@ def probe(path: str | os.PathLike) -> VideoInfo:
     """
     if is_picture(path):
         height, width, _ = _picture(path).shape
-        return VideoInfo(str(path), 1, 0.0, np.zeros(1), width, height)
-    return index_of(path).info(path)
+        return VideoInfo(1, 0.0, np.zeros(1), width, height)
+    return index_of(path).info()
 
 
 def read(

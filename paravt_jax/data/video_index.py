@@ -79,11 +79,10 @@ class VideoIndex:
         """Number of frames."""
         return len(self.stamps)
 
-    def info(self, path: str | os.PathLike) -> VideoInfo:
+    def info(self) -> VideoInfo:
         """Return what callers know about the file."""
         times = (self.stamps - self.stamps[0]) * self.time_base
         return VideoInfo(
-            path=str(path),
             frames=self.frames,
             duration=float(times[-1] + self.last_duration * self.time_base),
             times=times,

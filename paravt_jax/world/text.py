@@ -160,7 +160,7 @@ def window_conversations(
         with_digit = {video.scenes[n].first // WINDOW * WINDOW for n in _digit_scenes(video)}
         without_digit = set(range(0, SECONDS, WINDOW)) - with_digit
         times = np.arange(0.0, SECONDS, STEP)
-        info = VideoInfo(video.path, FRAMES, float(SECONDS), times, video.size, video.size)
+        info = VideoInfo(FRAMES, float(SECONDS), times, video.size, video.size)
         for n in range(_WINDOWS):
             starts = with_digit if rng.random() < _TELLING else without_digit
             start = int(rng.choice(sorted(starts)))

@@ -238,7 +238,7 @@ class DrawnVideos:
     def _probe(self, path: str) -> VideoInfo:
         times = np.arange(0.0, SECONDS, STEP)
         size = self._settings.size
-        return VideoInfo(path, FRAMES, float(SECONDS), times, size, size)
+        return VideoInfo(FRAMES, float(SECONDS), times, size, size)
 
     def _read(
         self, path: str, indices: Sequence[int], rules: PixelRules | None

@@ -111,7 +111,7 @@ def times(record: dict) -> np.ndarray:
 def crop(record: dict) -> np.ndarray | None:
     """Our frames of a window; None where it is refused."""
     total, fps = record["total_frames"], record["video_fps"]
-    info = VideoInfo("v.mp4", total, total / fps, times(record), 32, 32)
+    info = VideoInfo(total, total / fps, times(record), 32, 32)
     try:
         return window_indices(info, *bounds(record), fps=rate(record), limit=wanted(record))
     except ValueError:

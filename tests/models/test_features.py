@@ -242,7 +242,7 @@ def test_eight_devices_share_the_frames():
                 pass
 
             def probe(self, path):
-                return VideoInfo(path, 20, 20.0, np.arange(20.0), 64, 64)
+                return VideoInfo(20, 20.0, np.arange(20.0), 64, 64)
 
             def read(self, path, indices, rules):
                 rng = np.random.default_rng(0)

@@ -68,7 +68,7 @@ def test_three_crops_of_sixteen_frames_show_every_moment():
     for each in VIDEOS:
         windows = [(n * each.seconds / 3, (n + 1) * each.seconds / 3) for n in range(3)]
         info = video.VideoInfo(
-            "", each.frames, each.seconds, np.arange(each.frames) / FPS, each.width, each.lines
+            each.frames, each.seconds, np.arange(each.frames) / FPS, each.width, each.lines
         )
         seen = [info.times[window_indices(info, *window, 1.0, 16)] for window in windows]
         for moment in each.moments:

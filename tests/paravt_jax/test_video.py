@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 
 import av
@@ -10,7 +11,14 @@ import pytest
 from PIL import Image
 
 from paravt_jax.data import video
-from paravt_jax.data.frames import VideoError, VideoInfo, join, overview_indices, window_indices
+from paravt_jax.data.frames import (
+    PixelRules,
+    VideoError,
+    VideoInfo,
+    join,
+    overview_indices,
+    window_indices,
+)
 from paravt_jax.world import videos as world
 from tests.clips import write
 
@@ -22,6 +30,7 @@ FOR_DECORD = (
     "syn_vfr.mp4",
     "syn_vp9.webm",
 )
+LARGE = PixelRules(max_pixels=602_112)
 NOT_FOR_DECORD = ("syn_mpeg2.mpg", "syn_mpeg4.avi", "syn_odd_size.mkv", "syn_ts.ts")
 
 
@@ -37,7 +46,7 @@ def drawn_number(frame: np.ndarray) -> int:
 
 def info_of(times) -> VideoInfo:
     times = np.asarray(times, np.float64)
-    return VideoInfo("a.mp4", len(times), float(times[-1] + 1), times, 32, 32)
+    return VideoInfo(len(times), float(times[-1] + 1), times, 32, 32)
 
 
 def test_probe_lists_a_world_video(small_world):
@@ -113,6 +122,27 @@ def test_truncated_files_are_refused(tmp_path, name, share):
     path.write_bytes(whole[: int(len(whole) * share)])
     with pytest.raises(VideoError):
         video.probe(path)
+
+
+@pytest.mark.parametrize(
+    ("rules", "size", "tokens"),
+    [
+        (PixelRules(), (720, 1280), 45),
+        (LARGE, (720, 1280), 576),
+        (LARGE, (360, 640), 220),
+    ],
+)
+def test_tokens_of_known_frames(rules, size, tokens):
+    assert rules.tokens(*size) == tokens
+
+
+@pytest.mark.parametrize("rules", [PixelRules(), LARGE])
+def test_no_ordinary_frame_has_more_tokens_than_the_bound(rules):
+    sides = range(60, 2000, 67)
+    for height, width in itertools.product(sides, sides):
+        if max(height, width) <= 3.5 * min(height, width):
+            assert rules.tokens(height, width) <= rules.most_tokens
+    assert rules.most_tokens < 1.5 * rules.tokens(720, 1280)
 
 
 def test_an_overview_spans_the_video():
