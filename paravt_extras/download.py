@@ -19,11 +19,10 @@ from paravt_jax.data import sources
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.archives import SUFFIXES, unpack
 from paravt_jax.data.stored import lock, write_atomically
-from paravt_jax.processes.exit_codes import USER_ERRORS
+from paravt_jax.processes.exit_codes import run_command
 from rollout.evaluation.benchmarks import BENCHMARKS, Benchmark
 
 _JOINED = ".joined"
-_PROG = "python -m paravt_extras.download"
 
 
 def download(name: str, folder: pathlib.Path) -> None:
@@ -111,23 +110,20 @@ def _say(line: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. A failure prints one line and returns 2."""
-    parser = argparse.ArgumentParser(prog=_PROG, description=__doc__)
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m paravt_extras.download", description=__doc__)
     parser.add_argument("split", choices=BENCHMARKS, metavar="SPLIT", help=", ".join(BENCHMARKS))
     parser.add_argument(
         "--to", default="", metavar="FOLDER", help="where to put it; by default data/SPLIT"
     )
     asked = parser.parse_args(argv)
-    try:
-        require_local("--to", asked.to)
-        download(asked.split, pathlib.Path(asked.to or f"data/{asked.split}"))
-    except KeyboardInterrupt:
-        _say("stopped; the same command continues")
-        return 130
-    except USER_ERRORS as error:
-        _say(f"{_PROG}: {error}")
-        return 2
-    return 0
+    folder = asked.to or f"data/{asked.split}"
+
+    def work() -> None:
+        require_local("--to", folder)
+        download(asked.split, pathlib.Path(folder))
+
+    return run_command(work)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ import argparse
 import dataclasses
 import pathlib
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from paravt_extras.markdown import table_of_figures
 from paravt_extras.report.result import read_result
-from paravt_jax.processes.exit_codes import USER_ERRORS
+from paravt_jax.processes.exit_codes import run_command
 from train.durable.run_folder import read_config
 
 Result = dict[str, Any]
@@ -116,14 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m paravt_extras.summary", description=__doc__)
     parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of finished runs")
     asked = parser.parse_args(argv)
-    try:
-        by_run = {run.name: [figures(read_finished(run))] for run in asked.runs}
-        everything = [values for (values,) in by_run.values()]
-        print(table_of_figures(by_run | {"mean [lowest, highest]": everything}))
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(lambda: _print_figures(asked.runs))
+
+
+def _print_figures(runs: Sequence[pathlib.Path]) -> None:
+    by_run = {run.name: [figures(read_finished(run))] for run in runs}
+    everything = [values for (values,) in by_run.values()]
+    print(table_of_figures(by_run | {"mean [lowest, highest]": everything}))
 
 
 if __name__ == "__main__":

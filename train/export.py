@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
-import sys
 from typing import Any, Literal
 
 import jax
@@ -32,7 +31,7 @@ from models.weights.hf_config import from_hf
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import any_path, require_folder_or_bucket
 from paravt_jax.data.buckets import appearing_at
-from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
+from paravt_jax.processes.exit_codes import run_command
 from train.durable.checkpoint import Checkpoints
 from train.durable.run_folder import read_config, small_files
 from train.model_folder import write_model
@@ -181,13 +180,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax says that it only reads
     command = tyro.cli(Export, args=argv, prog="python -m train.export")
-    try:
-        export(command)
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
-    print(f"written: {command.to}")
-    return 0
+    code = run_command(lambda: export(command))
+    if code == 0:
+        print(f"written: {command.to}")
+    return code
 
 
 if __name__ == "__main__":

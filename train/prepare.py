@@ -40,7 +40,7 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
-from paravt_jax.processes.exit_codes import USER_ERRORS, UserError, exit_code
+from paravt_jax.processes.exit_codes import UserError, run_command
 from paravt_jax.progress import Progress
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world_videos
@@ -408,23 +408,19 @@ def note_unreadable(run: Run, data: Data, own: dict[str, str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     run = parse(sys.argv[1:] if argv is None else argv, RECIPES, prog="python -m train.prepare")
-    try:
-        if run.data is None or run.data.questions:
-            raise ValueError(
-                f"{run.name}: it has no published data to prepare; name a recipe with published "
-                "data, such as paravt_8b (your own questions need no preparation: train on them)"
-            )
-        folder = pathlib.Path(run.data.folder)
-        prepared = prepare_set(run, run.data, folder)
-        print(f"{folder / LEFT_OUT} lists the rows that are left out, with reasons")
-        require_examples(run, prepared.summary["sources"], folder)
-    except KeyboardInterrupt:
-        print("\nstopped; the same command continues", file=sys.stderr)
-        return 130
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
-    return 0
+    return run_command(lambda: _prepare_published(run))
+
+
+def _prepare_published(run: Run) -> None:
+    if run.data is None or run.data.questions:
+        raise ValueError(
+            f"{run.name}: it has no published data to prepare; name a recipe with published data, "
+            "such as paravt_8b (your own questions need no preparation: train on them)"
+        )
+    folder = pathlib.Path(run.data.folder)
+    prepared = prepare_set(run, run.data, folder)
+    print(f"{folder / LEFT_OUT} lists the rows that are left out, with reasons")
+    require_examples(run, prepared.summary["sources"], folder)
 
 
 if __name__ == "__main__":

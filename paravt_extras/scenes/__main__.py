@@ -15,10 +15,8 @@ import tyro
 from paravt_extras.scenes.storyboard import SceneSettings
 from paravt_extras.scenes.write import missing_videos, write_scenes
 from paravt_jax.data.any_path import require_local
-from paravt_jax.processes.exit_codes import USER_ERRORS
+from paravt_jax.processes.exit_codes import run_command
 from paravt_jax.progress import Progress
-
-_PROG = "python -m paravt_extras.scenes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,21 +36,14 @@ class _Asked:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. A failure prints one line and returns 2."""
-    asked = tyro.cli(_Asked, args=argv, prog=_PROG, description=__doc__)
-    try:
-        require_local("--out", asked.out)
-        _write(asked)
-    except KeyboardInterrupt:
-        print("\nstopped; the same command continues", file=sys.stderr)
-        return 130
-    except USER_ERRORS as error:
-        print(f"{_PROG}: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """Run the command; returns its exit code."""
+    prog = "python -m paravt_extras.scenes"
+    asked = tyro.cli(_Asked, args=argv, prog=prog, description=__doc__)
+    return run_command(lambda: _write(asked))
 
 
 def _write(asked: _Asked) -> None:
+    require_local("--out", asked.out)
     settings = SceneSettings(asked.seed, asked.videos, asked.heldout, asked.lines)
     missing = missing_videos(settings, pathlib.Path(asked.out))
     minutes = sum(video.seconds for video in missing) / 60

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import errno
+import sys
+from collections.abc import Callable
 
 FAILED = 1
 """Settings, data or files have to change first: the same command would fail again."""
@@ -60,3 +62,16 @@ def exit_code(error: BaseException) -> int:
             return TEMPORARY
         cause = cause.__cause__
     return FAILED
+
+
+def run_command(work: Callable[[], object]) -> int:
+    """Do the work of a command, and return its exit code. A failure prints one line."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        print("\nstopped; the same command continues", file=sys.stderr)
+        return 130
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code(error)
+    return 0

@@ -68,7 +68,7 @@ def test_both_files_of_questions_are_read_like_files_of_your_own(written):
 
 def test_a_folder_of_other_scenes_is_refused(written, capsys):
     arguments = ["--videos", "8", "--heldout", "4", "--lines", "320", "--seed"]
-    assert command.main(["--out", str(written), *arguments, "2"]) == 2
+    assert command.main(["--out", str(written), *arguments, "2"]) == 1
     assert "seed: 1 -> 2" in capsys.readouterr().err
 
 
@@ -76,7 +76,7 @@ def test_a_folder_of_other_scenes_is_refused(written, capsys):
 def test_a_bad_value_is_refused_in_one_line_before_anything_is_written(
     tmp_path, capsys, flag, value
 ):
-    assert command.main(["--out", str(tmp_path / "x"), f"--{flag}", value]) == 2
+    assert command.main(["--out", str(tmp_path / "x"), f"--{flag}", value]) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if "videos to draw" not in line]
     assert len(lines) == 1 and f"{flag}: {value}" in lines[0]
     assert not (tmp_path / "x").exists()
