@@ -29,9 +29,6 @@ _LETTER = r"\s*(?:\(([A-Za-z])\)|([A-Za-z])[.):])"
 _OPTION = re.compile(_LETTER + r"\s*(.*)", re.DOTALL)
 _LINE = re.compile(_LETTER + r"[ \t]*(.*)")
 _BARE_LETTER = re.compile(r"\(?[A-Z][.)]?")
-# More than 30 years.
-_MOST_SECONDS = 1e9
-
 
 _ReadSubtitles = Callable[[str], tuple[Subtitle, ...]]
 
@@ -58,7 +55,7 @@ def _below(path: str) -> str:
 
 
 def _rising(span: tuple[float, float]) -> tuple[float, float]:
-    if not 0 <= span[0] < span[1] < _MOST_SECONDS:
+    if not 0 <= span[0] < span[1]:
         raise ValueError("give a span of seconds, start before end: [12.5, 20]")
     return span
 
@@ -74,7 +71,7 @@ def _distinct(options: tuple[str, ...]) -> tuple[str, ...]:
 
 _Text = Annotated[str, pydantic.StringConstraints(strip_whitespace=True, min_length=1)]
 _Path = Annotated[_Text, pydantic.AfterValidator(_below)]
-_Seconds = pydantic.StrictFloat
+_Seconds = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False)]
 Span = Annotated[
     tuple[_Seconds, _Seconds], pydantic.BeforeValidator(_parsed), pydantic.AfterValidator(_rising)
 ]
