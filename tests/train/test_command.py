@@ -12,6 +12,7 @@ import tomllib
 import pytest
 
 import train.command
+from paravt_jax.data.stored import write_checked_json
 
 ROOT = pathlib.Path(__file__).parents[2]
 EQUIVALENTS = {
@@ -104,7 +105,7 @@ def test_the_package_installs_the_script():
 
 def test_the_pages_of_a_run_are_written_anew(start, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/config.json").write_text('{"name": "mine"}')
+    write_checked_json(tmp_path / "mine/config.json", {"name": "mine"})
     assert start("report", "mine") == 0
     page = tmp_path / "mine/report.html"
     assert "mine" in page.read_text()
