@@ -7,11 +7,11 @@ import json
 import pytest
 
 from paravt_jax.method.protocol import ProtocolSettings
-from paravt_jax.method.records import Question, QuestionKind, Subtitle
+from paravt_jax.method.records import Question, QuestionKind, Subtitle, Turn
 from rollout.engine.requests import SampleStop
 from rollout.evaluation import split
 from rollout.evaluation.benchmarks import Item
-from rollout.evaluation.split import fitting, subtitled_text
+from rollout.evaluation.split import final_text, fitting, subtitled_text
 from tests.rollout.conftest import Cut
 from tests.rollout.evaluation.conftest import LIMITS, PLAN
 
@@ -160,3 +160,28 @@ def test_a_question_that_is_too_long_is_left_out(player):
     (line,) = player([""]).lines([Item(question)])
     assert line["left_out"] == "too_long"
     assert f"room for {LIMITS.text_tokens}" in line["reason"]
+
+
+# --- the text that is scored ---
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>\nhm\n</think>\n<answer> B </answer>", "B"),
+        ("<think>\nhm\n</think>\nB. two", "B. two"),
+        ("<think>\nhm\n</think>\n<answer>B", "B"),
+        ("B", "B"),
+        ("", None),
+        ("<think>\nit is B", None),
+        ('<think>\nx\n</think>\n<tool_call>{"name": "crop_video"}</tool_call> B', None),
+        ("<think>\nx\n</think>\n<answer></answer>", None),
+    ],
+)
+def test_the_final_text_is_the_answer_or_what_follows_the_thought(text, answer):
+    assert final_text([Turn("<think>\nfirst\n</think>\n<answer>A</answer>"), Turn(text)]) == answer
+    assert final_text([Turn(text, truncated=True)]) is None
+
+
+def test_an_episode_without_turns_has_no_final_text():
+    assert final_text([]) is None
