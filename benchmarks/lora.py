@@ -32,8 +32,7 @@ from paravt_extras.fit import total_bytes
 from paravt_extras.plan import PlannedModel, rl_step
 from paravt_extras.report.discovery import greedy
 from paravt_extras.report.result import read_result
-from paravt_extras.studies import study
-from paravt_extras.studies.study import Figures
+from paravt_extras.studies.paradox import Command, Figures, write
 from paravt_extras.summary import SummaryLine
 from paravt_jax.data.stored import write_atomically
 from train.data import Data
@@ -55,7 +54,7 @@ MIB = 2.0**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison(study.Command):
+class Comparison(Command):
     """Compare LoRA with training the whole decoder, in the tiny run."""
 
     run_dir: str = "runs/lora"
@@ -193,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
                 shutil.rmtree(run.run_dir)
                 start_process(command.run_dir, seed, name)
     arms = {name: [figures(of_seed[name]) for of_seed in runs.values()] for name in TITLES}
-    study.write(folder, {TITLES[name]: figures_of_arm for name, figures_of_arm in arms.items()})
+    write(folder, {TITLES[name]: figures_of_arm for name, figures_of_arm in arms.items()})
     return 0
 
 

@@ -3,22 +3,32 @@
     python -m paravt_extras.studies.paradox
     python -m paravt_extras.studies.paradox --prior weak
 
-docs/paradox.md explains the figures.
+The study is a set of ordinary run directories, so it can be interrupted and repeated: finished runs
+are only read. docs/paradox.md explains the figures.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import itertools
+import json
 import pathlib
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import matplotlib
 import numpy as np
 import tyro
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.typing import RcKeyType
 
+import train.run
 from configs.paradox import ARMS, WEAK_PRIOR, paradox_tiny
+from paravt_extras import markdown
 from paravt_extras.report.chart import moving_mean
 from paravt_extras.report.claim import (
     KINDS,
@@ -28,10 +38,17 @@ from paravt_extras.report.claim import (
     weighted_mean,
 )
 from paravt_extras.report.result import read_result
-from paravt_extras.studies import study
-from paravt_extras.studies.study import STYLES, Figures, rl_steps
+from paravt_jax.data.any_path import require_local
+from paravt_jax.data.stored import write_atomically
 from paravt_jax.method.rewards import RewardSettings
+from train.durable.interrupts import Interrupts
+from train.durable.metrics import read_metrics
+from train.durable.run_folder import claim_folder
 from train.settings import Run, change
+
+Figures = dict[str, float | None]
+"""Figures of a run, by the name of their line; None: not measured."""
+Points = Sequence[tuple[float, float | None]]
 
 COLD_START = "cold start"
 MEASURES = {"accuracy": "accuracy", "compliance": "compliance", "calls": "κ"}
@@ -39,8 +56,51 @@ MEASURES = {"accuracy": "accuracy", "compliance": "compliance", "calls": "κ"}
 LAST_STEPS = 5
 
 
+class Style(NamedTuple):
+    """The look of a line. The colours, by Okabe and Ito, suit colour-blind readers."""
+
+    color: str
+    linestyle: str
+    marker: str
+
+
+STYLES = (
+    Style("#0072b2", ":", "o"),
+    Style("#e69f00", "--", "s"),
+    Style("#009e73", "-.", "^"),
+    Style("#d55e00", "-", "D"),
+)
+_LOOK: dict[RcKeyType, Any] = {
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "grid.color": "#e4e4e4",
+    # Keep text as text, and ids the same in every drawing.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "study",
+}
+
+
 @dataclasses.dataclass(frozen=True)
-class Paradox(study.Command):
+class Command:
+    """What a comparison of runs is asked for.
+
+    Raises:
+        ValueError: The seeds are not different numbers, or the folder is in a bucket.
+    """
+
+    run_dir: str
+    seeds: tuple[int, ...]
+
+    def __post_init__(self):
+        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: {self.seeds}; give different numbers of at least 0")
+        require_local("run_dir", self.run_dir)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paradox(Command):
     """Trains plain GRPO, GRPO with either remedy, and with both, from one cold start."""
 
     run_dir: str = "runs/paradox"
@@ -72,12 +132,17 @@ def runs_of(command: Paradox) -> dict[str, list[Run]]:
     runs = {COLD_START: [start]}
     for arm in ("GRPO", "PARA-GRPO") if weak else ARMS:
         name = "-".join(arm.lower().replace("+", "").split())
-        changed = change(base, name, {**ARMS[arm], **study.from_cold_start(start)})
+        changed = change(base, name, {**ARMS[arm], **from_cold_start(start)})
         runs[arm] = [
             dataclasses.replace(changed, seed=seed, run_dir=str(command.folder / f"{name}-{seed}"))
             for seed in command.seeds
         ]
     return runs
+
+
+def from_cold_start(start: Run) -> dict[str, Any]:
+    """Return the fields of a run that begins RL with the model of a finished cold start."""
+    return {"sft.steps": 0, "model.path": f"{start.run_dir}/model"}
 
 
 def figures(run: Run) -> Figures:
@@ -125,8 +190,8 @@ def draw(runs: Mapping[str, Sequence[Run]]) -> Figure:
             histories = [
                 [(line["step"], line[measure]) for line in rl_steps(run)] for run in of_arm
             ]
-            study.band(left, [_smooth(points) for points in histories], style, name)
-            study.band(right, [_held_out(run, measure) for run in of_arm], style, name)
+            band(left, [_smooth(points) for points in histories], style, name)
+            band(right, [_held_out(run, measure) for run in of_arm], style, name)
         (start,) = runs[COLD_START]
         right.plot(*zip(*_held_out(start, measure), strict=True), color="#8a8a8a", label=COLD_START)
         left.set_ylabel(title)
@@ -152,14 +217,65 @@ def _held_out(run: Run, measure: str) -> list[tuple[int, float]]:
     return [(k, lines[k][measure]) for k in sorted(lines)]
 
 
+def band(axes: Axes, seeds: Sequence[Points], style: Style, label: str) -> None:
+    """Draw the mean over seeds of a curve, shaded from the lowest to the highest value."""
+    by_x: dict[float, list[float]] = {}
+    for x, y in itertools.chain(*seeds):
+        if y is not None:
+            by_x.setdefault(x, []).append(y)
+    xs, ys = sorted(by_x), [by_x[x] for x in sorted(by_x)]
+    means = [*map(statistics.mean, ys)]
+    axes.plot(xs, means, **style._asdict(), markevery=max(1, len(xs) // 6), label=label)
+    low, high = [*map(min, ys)], [*map(max, ys)]
+    axes.fill_between(xs, low, high, color=style.color, alpha=0.15, linewidth=0)
+
+
+def write(
+    folder: pathlib.Path, table: Mapping[str, Sequence[Figures]], drawing: Figure | None = None
+) -> None:
+    """Write results.json, table.md and, if there is a drawing, figure.svg; print the table.
+
+    The same results give the same bytes.
+    """
+    content = markdown.table_of_figures(table) + "\n"
+    write_atomically(folder / "results.json", json.dumps(table, indent=1) + "\n")
+    write_atomically(folder / "table.md", content)
+    if drawing is not None:
+        file = io.BytesIO()
+        with matplotlib.rc_context(_LOOK):
+            drawing.savefig(file, format="svg", metadata={"Date": None})
+        write_atomically(folder / "figure.svg", file.getvalue().decode())
+    print(content)
+
+
+def rl_steps(run: Run) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl of a run's RL steps."""
+    lines = read_metrics(pathlib.Path(run.run_dir) / "metrics.jsonl")
+    return [line for line in lines if line["phase"] == "rl"]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit code. Writes table.md, figure.svg and results.json."""
-    command = tyro.cli(Paradox, args=argv, prog="python -m paravt_extras.studies.paradox")
-    runs = runs_of(command)
-    (start,), *arms = runs.values()
+    asked = tyro.cli(Paradox, args=argv, prog="python -m paravt_extras.studies.paradox")
+    arms = runs_of(asked)
+    (start,), *others = arms.values()
     # All settings of a seed come before the next seed.
-    order = [start, *(run for seed in zip(*arms, strict=True) for run in seed)]
-    return study.carry_out(order, command.folder, runs, figures, draw)
+    runs = [start, *(run for seed in zip(*others, strict=True) for run in seed)]
+
+    def work(_: Run) -> int:
+        with Interrupts() as interrupts:
+            for number, run in enumerate(runs, 1):
+                # Open the directory of a finished run, too: it may be one with other settings.
+                with claim_folder(run.run_dir, train.run.resolved(run)):
+                    finished = (pathlib.Path(run.run_dir) / "result.json").exists()
+                if not finished:
+                    print(f"run {number} of {len(runs)}: {run.run_dir}", file=sys.stderr)
+                    train.run.execute(run, interrupts)
+        table = {arm: [*map(figures, of_arm)] for arm, of_arm in arms.items()}
+        write(asked.folder, table, draw(arms))
+        return 0
+
+    return train.run.command(start, work)
 
 
 if __name__ == "__main__":

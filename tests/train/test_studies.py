@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from configs.paradox import ARMS
-from paravt_extras.studies import paradox, study
+from paravt_extras.studies import paradox
 from paravt_extras.studies.paradox import COLD_START, Paradox
 from train.durable.interrupts import Interrupts
 from train.durable.run_folder import claim_folder
@@ -77,7 +77,7 @@ def fake(monkeypatch):
     """Replaces training; settings of the process are restored."""
     before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     fake = FakeRuns()
-    monkeypatch.setattr(study, "execute", fake)
+    monkeypatch.setattr("train.run.execute", fake)
     yield fake
     jax.config.update("jax_compilation_cache_dir", before)
 
