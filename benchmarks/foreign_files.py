@@ -45,7 +45,8 @@ from models.qwen3_vl.sizes import tiny
 from models.weights import folder as model_folder
 from models.weights import tensor_file
 from models.weights.hf_config import from_hf, to_hf
-from paravt_extras.stand_in import write_stand_in
+from paravt_extras import published_format
+from paravt_extras.published_format import call, conclude, question_record, say, show, think
 from paravt_jax.data import archives, tokenizer_file
 from paravt_jax.data.archives import ArchiveError
 from paravt_jax.data.example_reading import Example, ExampleReading, read_example
@@ -55,6 +56,7 @@ from paravt_jax.data.published import open_table, read_table
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.protocol import ProtocolSettings
+from paravt_jax.method.records import QuestionKind
 from paravt_jax.world.vocabulary import build_vocabulary
 
 SECONDS = 30.0
@@ -434,11 +436,7 @@ def write_seeds(folders: Folders, videos: pathlib.Path | None) -> dict[str, byte
     private = folders.outside / "private.mp4"
     _write_video(private, "libx264")
     tokenizer_file.save(build_vocabulary(["a"], family().dialect), folders.folder / "tokenizer")
-    write_stand_in(folders.folder / "published", seed=0)
-    media_folder = folders.folder / "published" / "media"
-    for file in sorted(media_folder.rglob("*.zip")):
-        archives.unpack(file.relative_to(media_folder).as_posix(), media_folder, folders.inside)
-
+    _write_rows(folders.folder / "published" / "annotations")
     codecs = {"libx264": "mp4 mkv ts", "mpeg4": "mov avi", "mpeg2video": "mpg", "libvpx": "webm"}
     for codec, suffixes in codecs.items():
         for suffix in suffixes.split():
@@ -462,6 +460,31 @@ def write_seeds(folders: Folders, videos: pathlib.Path | None) -> dict[str, byte
     files = [file for pattern in kept for file in folders.inside.glob(pattern)]
     files += [file for file in videos.rglob("*") if file.is_file()] if videos else []
     return {file.name: file.read_bytes() for file in files if file.stat().st_size < 4 << 20}
+
+
+def _write_rows(folder: pathlib.Path) -> None:
+    """Write a question of each kind, and a demonstration on a video and one on a picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    answers = {"mcq": "A", "tvg": [0.5, 1.5], "oe": "noise"}
+    questions = [
+        question_record("own.mp4", "What is shown?\nA. noise\nB. a cat", QuestionKind(kind), answer)
+        for kind, answer in answers.items()
+    ]
+    published_format.write_questions(folder / "paravt_rl_seeds.parquet", questions)
+    turn = f"{think('I look at two windows.')}{call('own.mp4', 0, 1)}\n{call('own.mp4', 1, 2)}"
+    answer = say("assistant", conclude("It is noise.", "noise"))
+    on_video = [
+        say("system", published_format.SYSTEM_WITH_TOOL),
+        say("user", show("own.mp4"), "The video is own.mp4. What is shown?"),
+        say("assistant", turn),
+        say("tool", "Noise."),
+        say("tool", show("own.mp4"), "Noise."),
+        answer,
+    ]
+    still = {"type": "image_url", "image_url": {"url": "own.png"}}
+    on_picture = [say("user", still, "What is shown?"), answer]
+    conversations = [on_video, on_picture]
+    published_format.write_conversations(folder / "paravt_sft_seeds.parquet", conversations)
 
 
 def _write_video(path: pathlib.Path, codec: str) -> None:

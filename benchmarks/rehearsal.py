@@ -6,7 +6,7 @@
 
 The command under test is `python -m paravt_extras.rehearsal --config=paravt_8b`, with
 `--frames.admission=counted`: only then does a run repeat bit for bit. A stand-in of the hub serves
-small random weights and a small set in the published layout. The first run is left alone. Two
+the tokenizer: all that a rehearsal takes from it. The first run is left alone. Two
 further runs get a signal in every phase, SIGTERM in one and SIGKILL in the other, and are started
 again each time. They have to end with the same results, metrics, weights and episodes, bit for bit.
 """
@@ -26,17 +26,13 @@ import time
 from collections.abc import Callable, Sequence
 
 import tyro
-from flax import nnx
 
 from benchmarks.hub import Hub
 from benchmarks.killing import EXIT_CODES, check_end, environment
-from models.model import VisionLanguageModel
-from models.qwen3_vl.sizes import SIZES
-from models.weights.hf import save
-from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data.any_path import require_local
 from train.durable.metrics import read_metrics
 
+MODEL = "Qwen/Qwen3-VL-8B-Instruct"
 RUN = pathlib.Path("runs/paravt_8b-rehearsal")
 DEADLINE = 1800.0
 """A process that has not ended after this many seconds counts as stuck."""
@@ -98,24 +94,6 @@ MOMENTS = (
     Interruption("evaluation after RL", _file(f"{RUN}/checkpoints/rl/4/*")),
     Interruption("export", _file(f"{RUN}/model*"), near_end=True),
 )
-
-
-def serve(folder: pathlib.Path, tokenizer: pathlib.Path) -> Hub:
-    """Make small weights and a small set in `folder`, and return the hub that serves them."""
-    weights = folder / "weights"
-    if not weights.exists():
-        model = VisionLanguageModel(SIZES["rehearsal"], rngs=nnx.Rngs(0))
-        # The tokenizer's folder may have configurations of other sizes, too.
-        files = [file for file in sorted(tokenizer.iterdir()) if file.stem != "config"]
-        save(model, weights, files=files)
-    stand_in = write_stand_in(folder / "set", seed=1)
-    return Hub(
-        {
-            "Qwen/Qwen3-VL-8B-Instruct": weights,
-            "datasets/ParaVT/ParaVT-Parquet": stand_in / "annotations",
-            "datasets/ParaVT/ParaVT-Source": stand_in / "media",
-        }
-    )
 
 
 def _free_port() -> int:
@@ -220,7 +198,7 @@ def compare(
     # Episodes contain absolute paths, so all runs have the same folder.
     home = folder / "place"
     undisturbed = folder / "undisturbed"
-    with serve(folder / "served", pathlib.Path(machine.tokenizer).absolute()) as hub:
+    with Hub({MODEL: pathlib.Path(machine.tokenizer).absolute()}) as hub:
         variables = environment(folder / "compiled") | hub.variables(folder / "hub")
         home.mkdir()
         seconds = finish(machine, home, variables)

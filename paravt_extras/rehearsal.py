@@ -3,8 +3,8 @@
     python -m paravt_extras.rehearsal --config=paravt_8b
 
 Recipe, tokenizer, protocol, phases, mesh, processes and files are those of the run. Widths, depths,
-lengths and steps are cut, weights are random, and the data are a stand-in made from a seed. It
-learns nothing, but what would stop the run later stops the rehearsal now.
+lengths and steps are cut, weights are random, and the data are a few drawn scenes. It learns
+nothing, but what would stop the run later stops the rehearsal now.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from models.family import REHEARSAL, family
 from models.model import VisionLanguageModel
 from models.weights.hf import save
 from paravt_extras.fit import choose_mesh
+from paravt_extras.scenes.storyboard import SceneSettings
+from paravt_extras.scenes.write import ANNOTATIONS, MEDIA, write_scenes
 from paravt_extras.slices import found_devices
-from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data.any_path import require_local
 from paravt_jax.processes import cluster, hosts
 from train.cli import parse
@@ -32,7 +33,7 @@ from train.settings import MeshSettings, Run, change
 
 # Upper bounds on settings, by dotted name. On a CPU, the softmax over the vocabulary takes most of
 # the time and of the memory, so there are few tokens and small chunks of them. The demonstrations
-# of the stand-in fit into a row.
+# of scenes fit into a row.
 _MOST = {
     "frames.cache_mib": 64,
     "frames.min_pixels": 1024,
@@ -45,12 +46,13 @@ _MOST = {
     "data.frames": 4,
     "sft.steps": 4,
     "sft.rows": 2,
-    "sft.row_tokens": 768,
+    "sft.row_tokens": 1024,
     "rl.steps": 4,
     "rl.save_every": 2,
     "rl.prompts": 2,
     "evaluation.questions": 4,
 }
+_SCENES = SceneSettings(videos=4, heldout=1, lines=320)
 
 
 def rehearsal(run: Run) -> Run:
@@ -70,18 +72,19 @@ def rehearsal(run: Run) -> Run:
     hosts.from_first(lambda: folder.mkdir(parents=True, exist_ok=True))
     cluster.require_shared(folder)
     weights = _make_weights(run, folder)
-    stand_in = hosts.from_first(lambda: str(write_stand_in(folder / "stand-in", seed=0)))
+    scenes = folder / "scenes"
+    hosts.from_first(lambda: write_scenes(_SCENES, scenes))
     # The mesh is that of the run, whose batches have more rows.
     most_tensor = small.model.config().text.most_tensor
     mesh = choose_mesh(run, found_devices(), most_tensor)
     fields: dict[str, Any] = {
         "mesh": MeshSettings(*mesh),
         "model.path": str(weights),
-        "data.annotations": f"{stand_in}/annotations",
+        "data.annotations": str(scenes / ANNOTATIONS),
         "data.folder": str(folder / "set"),
     }
     if run.data is not None and not run.data.questions:
-        fields["data.media"] = f"{stand_in}/media"
+        fields["data.media"] = str(scenes / MEDIA)
     return change(small, small.name, fields)
 
 

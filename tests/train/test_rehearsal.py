@@ -1,4 +1,4 @@
-"""Rehearsals: cut settings, random weights and a stand-in of the data."""
+"""Rehearsals: cut settings, random weights and a few scenes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pathlib
 
 import pytest
 
+from benchmarks.hub import Hub
 from benchmarks.killing import environment
-from benchmarks.rehearsal import RUN, Machine, finish, serve
+from benchmarks.rehearsal import MODEL, RUN, Machine, finish
 from configs import RECIPES
 from configs.paravt_tiny import paravt_tiny
 from paravt_extras.rehearsal import cut
@@ -59,7 +60,7 @@ def test_the_literal_command_ends_with_a_report(assets, tmp_path):
     tokenizer = assets / "qwen3_vl"
     home = tmp_path / "home"
     home.mkdir()
-    with serve(tmp_path / "served", tokenizer) as hub:
+    with Hub({MODEL: tokenizer}) as hub:
         variables = environment(tmp_path / "compiled") | hub.variables(tmp_path / "hub")
         finish(Machine(str(tokenizer), arguments=FEW), home, variables)
     steps = [(line["phase"], line["step"]) for line in read_metrics(home / RUN / "metrics.jsonl")]
