@@ -23,6 +23,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
 
 from configs import RECIPES
 from models.compilation import use_cache
@@ -44,7 +45,7 @@ from train.actor import open_actor, open_environment
 from train.cli import parse
 from train.data import Data, QuestionStream
 from train.durable.interrupts import Interrupts, Stopped
-from train.durable.metrics import MetricsWriter, format_seconds
+from train.durable.metrics import MetricsWriter
 from train.durable.run_folder import RunFolder
 from train.durable.saver import Home, Origin, Saver
 from train.durable.usage import Usage
@@ -252,7 +253,7 @@ def train(run: Run, prepared: Callable[[Run], Run] = lambda run: run) -> int:
         run = prepared(run)
         require_ready(run, resolved(run), _run_folder(run))
         report = execute(run, interrupts)
-    seconds = format_seconds(time.monotonic() - begin)
+    seconds = tqdm.format_interval(time.monotonic() - begin)
     print(f"done in {seconds}; see {_run_folder(run).in_words(str(report))}")
     return 0
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NotRequired
 
+from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from models.family import REHEARSAL
@@ -30,7 +31,7 @@ from paravt_jax.data.stored import read_checked_json, write_atomically
 from paravt_jax.processes import hosts
 from rollout.report.episode_card import episode_card
 from rollout.report.templates import environment, number
-from train.durable.metrics import PHASE_TITLES, format_seconds, read_jsonl, read_metrics
+from train.durable.metrics import PHASE_TITLES, read_jsonl, read_metrics
 from train.settings import Run
 
 Record = dict[str, Any]
@@ -241,7 +242,7 @@ def _facts(result: Record, dtype: str | None) -> list[tuple[str, str, bool | Non
     )
     facts: list[tuple[str, str, bool | None]] = []
     if "seconds" in result:
-        facts.append(("total time", format_seconds(result["seconds"]), None))
+        facts.append(("total time", tqdm.format_interval(result["seconds"]), None))
     for key, title, most in rules:
         if key in result:
             verdict = None if most is None else result[key] <= most

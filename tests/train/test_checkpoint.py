@@ -11,14 +11,17 @@ import time
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
+from models.sharding import make_mesh
 from paravt_jax.processes.exit_codes import FAILED
 from tests.processes import lost_others
-from train.durable.checkpoint import CheckpointError, Checkpoints, SaveError
+from train.durable.checkpoint import CheckpointError, Checkpoints, SaveError, not_finite
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -378,3 +381,36 @@ def test_a_kill_while_saving_leaves_the_newest_complete_checkpoint(tmp_path: pat
 def saved_after(folder: pathlib.Path, last: int) -> bool:
     """Whether a process that continued after `last` has completed at least its second save."""
     return any((folder / str(step)).exists() for step in range(last + 2, last + 9))
+
+
+# --- numbers that are not finite ---
+
+
+def finite_state() -> dict:
+    sharded = NamedSharding(make_mesh(1, jax.device_count(), 1), PartitionSpec("fsdp"))
+    return {
+        "text": {"q": jax.device_put(jnp.ones((jax.device_count(), 3)), sharded)},
+        "half": jnp.ones(4, jnp.bfloat16),
+        "tower": np.ones(4, ml_dtypes.bfloat16),
+        "key": jax.random.key(0),
+        "step": jnp.int32(2**31 - 1),
+        "none": jnp.zeros((0,)),
+        "largest": jnp.finfo(jnp.float32).max * jnp.ones(2),
+    }
+
+
+def test_a_sound_state_has_none():
+    assert not_finite(finite_state()) == ""
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["text.q", "half", "tower"])
+def test_one_number_is_enough(name, bad):
+    broken = finite_state()
+    if name == "tower":
+        broken["tower"][-1] = bad
+    elif name == "half":
+        broken["half"] = broken["half"].at[-1].set(bad)
+    else:
+        broken["text"]["q"] = broken["text"]["q"].at[-1, -1].set(bad)
+    assert not_finite(broken) == name

@@ -67,7 +67,9 @@ def test_an_incomplete_last_line_is_dropped_before_the_next_is_written(tmp_path)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
     assert steps(tmp_path)[-1] == ("rl", 1)
-    MetricsWriter(tmp_path).write("rl", 2, {"loss": 1.0})
+    resumed = MetricsWriter(tmp_path)
+    resumed.truncate("rl", 1)
+    resumed.write("rl", 2, {"loss": 1.0})
     assert steps(tmp_path)[-3:] == [("rl", 0), ("rl", 1), ("rl", 2)]
 
 

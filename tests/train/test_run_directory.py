@@ -17,7 +17,6 @@ from paravt_jax.data.stored import write_checked_json
 from tests.damaged import damaged_versions
 from train.durable.run_folder import (
     FORMAT,
-    RunFolder,
     RunFolderError,
     claim_folder,
     read_config,
@@ -91,8 +90,8 @@ def test_a_folder_with_other_files_is_refused(tmp_path: pathlib.Path) -> None:
 def test_a_folder_in_which_nothing_can_be_written_is_refused(tmp_path: pathlib.Path, below: str):
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(RunFolderError, match=f"--run-dir {file}{below} .*: {file} is not a dir"):
-        RunFolder(f"{file}{below}").require_usable(CONFIG)
+    with pytest.raises(RunFolderError, match=f"--run-dir {file}{below} cannot be used: .*writable"):
+        claim_folder(f"{file}{below}", CONFIG)
 
 
 def test_every_flipped_bit_of_a_configuration_is_named(tmp_path: pathlib.Path) -> None:

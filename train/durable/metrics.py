@@ -2,7 +2,7 @@
 
 Prints a line per step as well, the same on a terminal and in a log file:
 
-    cold start 120/500 · loss 0.812 · 4,204 tok/s · MFU 38.1% · 31.2 s · 3 h 17 min left
+    cold start 120/500 · loss 0.812 · 4,204 tok/s · MFU 38.1% · 31.2 s · 3:17:04 left
     PARA-GRPO 12/54 · reward 0.93 · accuracy 0.61 · compliance 0.84 · calls 1.90 · 1,530 tok/s · ...
 
 metrics.jsonl is the source of all other records. It holds each step once and the phases in order,
@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, SupportsFloat
 
 import tensorboardX
+from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from paravt_jax.data.stored import parse_json, write_atomically
@@ -109,12 +110,9 @@ class MetricsWriter:
         self._events: dict[str, tensorboardX.SummaryWriter] = {}
         if hosts.is_first():
             self._dir.mkdir(parents=True, exist_ok=True)
-            if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-                # The next line would be appended to an incomplete last one.
-                self._rewrite(read_metrics(self.path))
 
     def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> dict[str, Any]:
-        """Record the metrics of one step.
+        """Record the metrics of one step. In a resumed run, call `truncate` before the first one.
 
         Args:
             phase: One of `PHASES`.
@@ -149,21 +147,20 @@ class MetricsWriter:
     def truncate(self, phase: str, step: int) -> None:
         """Remove everything after `step` of `phase`, later phases included, before a run resumes.
 
+        An incomplete last line leaves as well: the next one would be appended to it.
+
         Args:
             phase: The phase that resumes.
             step: The last step to keep.
         """
         if hosts.is_first() and self.path.exists():
-            lines = read_metrics(self.path)
-            self._rewrite([line for line in lines if _is_up_to(line, phase, step)])
+            kept = [line for line in read_metrics(self.path) if _is_up_to(line, phase, step)]
+            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def close(self) -> None:
         """Close the event files; metrics.jsonl needs no closing."""
         for events in self._events.values():
             events.close()
-
-    def _rewrite(self, lines: list[dict[str, Any]]) -> None:
-        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _is_up_to(line: dict[str, Any], phase: str, step: int) -> bool:
@@ -210,7 +207,8 @@ class StepLines:
         seconds = step_seconds(line)
         texts.append(f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds:.3f} s")
         if left and done:
-            texts.append(f"{format_seconds(left * (line['wall'] - first['wall']) / done)} left")
+            seconds_left = left * (line["wall"] - first["wall"]) / done
+            texts.append(f"{tqdm.format_interval(seconds_left)} left")
         say(" · ".join(texts))
 
 
@@ -222,14 +220,3 @@ def step_seconds(line: dict[str, Any]) -> float:
 def say(line: str) -> None:
     """Print a line to stderr at once."""
     print(line, file=sys.stderr, flush=True)
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration: "42 s", "12 min 05 s", "3 h 07 min"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"

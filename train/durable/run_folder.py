@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
@@ -101,19 +100,14 @@ class RunFolder:
     def require_usable(self, config: dict[str, Any]) -> bool:
         """Raise RunFolderError if the folder holds another run or other files. Change nothing.
 
+        Whether the folder can be written to shows when `claim` makes it.
+
         Args:
             config: The run's settings, as JSON can hold them.
 
         Returns:
             Whether it holds a run to continue.
         """
-        folders = [self.folder.absolute(), *self.folder.absolute().parents]
-        existing = next(folder for folder in folders if os.path.exists(folder))
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise RunFolderError(
-                f"--run-dir {self.shown} cannot be used: {existing} is not a directory that can be "
-                "written to. Give a writable folder."
-            )
         with named_errors(self.shown):
             return self.address.exists() and _is_continued(self.address, config)
 
