@@ -39,7 +39,7 @@ from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.stored import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
-from paravt_jax.processes.exit_codes import LOST, USER_ERRORS, exit_code
+from paravt_jax.processes.exit_codes import FAILED, LOST, USER_ERRORS, exit_code
 from paravt_jax.remote.judge import RemoteJudge
 from train.actor import open_actor, open_environment
 from train.cli import parse
@@ -57,11 +57,18 @@ from train.learn.rollouts import draw_budgets
 from train.learn.sft import SFTBatches
 from train.model import first_model, require_model, take_apart
 from train.model_folder import export_run
-from train.out_of_memory import naming_remedies
 from train.prepare import note_unreadable, prepare
 from train.rl import train_rl
 from train.settings import Run
 from train.sft import train_sft
+
+# A resumed run may change the first ones; with others of the second it is another run.
+_LESS_MEMORY = (
+    "the same command continues with lower --engine.cache-tokens, --engine.slots or "
+    "--rl.microbatch-tokens, more --sft.microbatches, or --sft.remat full --rl.remat full (those "
+    "of now are under `fitted` in config.json); else lower, in a new --run-dir, --sft.row-tokens, "
+    "--rl.frame-budgets, --rl.prompts, --evaluation.frames or --frames.max-pixels"
+)
 
 
 def resolved(run: Run) -> dict[str, Any]:
@@ -101,7 +108,6 @@ def execute(
         Stopped: If `interrupts` noticed a signal.
         ValueError: If the settings do not fit the data, the weights or the devices.
         LeftOutError: If too many rows or videos cannot be used.
-        OutOfMemoryError: If a device has no memory left; names the settings to lower.
         RunFolderError: If the folder belongs to another run.
         CheckpointError: If a checkpoint does not belong to this run.
     """
@@ -115,7 +121,6 @@ def execute(
     require_even(mesh)
     require_model(run)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(naming_remedies(run))
         judge = None
         if run.rl is not None and run.rl.rewards.judge is not None:
             judge = RemoteJudge(run.rl.rewards.judge)
@@ -271,6 +276,10 @@ def command(run: Run, work: Callable[[Run], int]) -> int:
     except USER_ERRORS as error:
         return cluster.leave(exit_code(error), f"error: {_in_words(error, run)}")
     except Exception as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            first = str(error).strip().splitlines()[0][:200]
+            lack = f"a device has no memory left ({first}); {_LESS_MEMORY}"
+            return cluster.leave(FAILED, f"error: {lack}")
         traceback.print_exc()
         return cluster.leave(
             LOST,

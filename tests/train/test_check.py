@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import shutil
 import types
 
 import huggingface_hub
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -20,7 +22,7 @@ from models.weights.hf import save
 from paravt_extras.check import Finding, NotReadyError, check, require_ready
 from paravt_jax.data import tokenizer_file
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY
-from train.durable.run_folder import RunFolder, claim_folder
+from train.durable.run_folder import MAY_CHANGE, RunFolder, claim_folder
 from train.run import resolved
 from train.settings import Run, change
 
@@ -131,3 +133,19 @@ def test_a_run_that_would_stop_prints_why_and_makes_nothing(tmp_path, monkeypatc
     assert train.run.main(["--config=paravt_8b"]) == 1
     assert "error: nothing was started: " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_device_without_memory_is_one_line_with_what_a_resumed_run_may_change(
+    tmp_path, monkeypatch, capsys
+):
+    def take_too_much(*_: object) -> None:
+        jnp.zeros((2**46,)).block_until_ready()
+
+    monkeypatch.setattr(train.run, "prepare", take_too_much)
+    assert train.run.main(["--config=paravt_tiny", "--run-dir", str(tmp_path / "run")]) == FAILED
+    message = capsys.readouterr().err
+    assert message.startswith("error: a device has no memory left (RESOURCE_EXHAUSTED")
+    free, _ = message.split("new --run-dir")
+    for flag in re.findall(r"--([\w.-]+)", free):
+        name = flag.replace("-", "_")
+        assert name in MAY_CHANGE or name.split(".")[0] in MAY_CHANGE
