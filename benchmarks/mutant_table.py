@@ -98,14 +98,17 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "jnp.flip(jnp.cumsum(jnp.flip(penalties, 1), axis=1), 1)",
             "jnp.cumsum(penalties, axis=1)",
         ),
-        "token_groups_by_member": ("batch.rollout // group_size", "batch.rollout % group_size"),
+        "token_groups_by_member": (
+            "advantages.reshape(rows, -1)",
+            "advantages.reshape(-1, rows).T",
+        ),
         "silent_tokens_blown_up": (
             "varied(rewards, batch.valid, how.std),",
             "jnp.ones_like(varied(rewards, batch.valid, how.std)),",
         ),
         "invalid_tokens_normalised": (
-            "mask = batch.trained\n    groups,",
-            "mask = batch.mask\n    groups,",
+            "mask = batch.trained\n    # One row",
+            "mask = batch.mask\n    # One row",
         ),
         "credit_over_the_batch": (
             'in_groups = NORMALISATIONS["group"]',
@@ -127,8 +130,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "tags_of_any_rollout": ("token_mask(is_tag & compliant)", "token_mask(is_tag)"),
         "credit_for_violations": (
-            "batch.of_rows(credit)[:, None], -gamma)",
-            "batch.of_rows(credit)[:, None], gamma)",
+            "credit.reshape(-1, 1), -gamma)",
+            "credit.reshape(-1, 1), gamma)",
         ),
         "credit_unweighted": ("batch.structure, weight * values,", "batch.structure, values,"),
         "padding_is_structure": ("jnp.where(structure.valid, values, 0.0)", "values"),
@@ -198,13 +201,10 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     (f"{_METHOD}/grpo/batch.py", _GRPO): {
         "invalid_rollouts_trained": (
-            "return self.mask & self.of_rows(self.valid)[:, None]",
+            "return self.mask & self.valid.reshape(-1, 1)",
             "return self.mask",
         ),
-        "rows_of_other_rollouts": (
-            "values.reshape(-1)[self.rollout]",
-            "values.T.reshape(-1)[self.rollout]",
-        ),
+        "rows_of_other_rollouts": ("self.valid.reshape(-1, 1)", "self.valid.T.reshape(-1, 1)"),
         "masked_nan_spreads": ("jnp.where(mask, x, 0.0).sum()", "(x * mask.astype(x.dtype)).sum()"),
     },
     (f"{_METHOD}/structure.py", _STRUCTURE): {
@@ -242,12 +242,12 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "cut_off_turn_keeps_its_anchor": ("return min(mean, 0.0)", "return mean"),
         "calls_side_by_side_cost_twice": (
-            "sum(any(outcome.status.executed for outcome in turn.calls) for turn in turns)",
-            "sum(outcome.status.executed for turn in turns for outcome in turn.calls)",
+            "sum(turn.executed_calls > 0 for turn in turns)",
+            "sum(turn.executed_calls for turn in turns)",
         ),
         "refused_calls_cost": (
-            "any(outcome.status.executed for outcome in turn.calls) for turn in turns)",
-            "bool(turn.calls) for turn in turns)",
+            "turn.executed_calls > 0 for turn in turns",
+            "bool(turn.calls) for turn in turns",
         ),
         "discount_becomes_a_penalty": ("discount = max(0.0, 1.0 -", "discount = (1.0 -"),
         "order_paid_to_an_open_think": (

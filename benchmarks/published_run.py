@@ -25,7 +25,7 @@ from models.features import FrameSettings
 from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
 from models.weights.hf import save
-from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
 from rollout.engine.sizing import EngineSettings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.rewards import RewardSettings
 from rollout.engine.sizing import EngineSettings
 from train.learn.optimizer import OptimizerSettings

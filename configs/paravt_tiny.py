@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models.features import FrameSettings
-from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import frugal_reward
 from paravt_jax.world.text import TextSettings

@@ -6,7 +6,7 @@ docs/method.md ("As released") lists every field that differs from `paravt_8b`, 
 from __future__ import annotations
 
 from configs.paravt_8b import paravt_8b
-from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.rewards import RewardSettings
 from train.settings import Run, change
 

@@ -27,17 +27,18 @@ from models.model import VisionLanguageModel
 from models.sharding import make_mesh, param_shardings
 from models.trained import Skeleton
 from paravt_jax.data.loader import stream
-from paravt_jax.method import grpo
+from paravt_jax.method.accuracy import Rules
 from paravt_jax.method.conversations import render
+from paravt_jax.method.grpo.advantages import compute_advantages
+from paravt_jax.method.grpo.loss import batch_totals, paravt_loss
+from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Episode
-from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.scoring import score_all
+from paravt_jax.method.rewards import RewardSettings, score_all
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world import text, videos
 from paravt_jax.world.vocabulary import world_vocabulary
-from rollout.agent.episode import Environment, EpisodeSettings, play
-from rollout.agent.scoring import seed_of
+from rollout.agent.episode import Environment, EpisodeSettings, play, seed_of
 from rollout.engine.engine import Engine
 from rollout.engine.requests import run
 from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
@@ -77,7 +78,7 @@ LIMITS = ProtocolSettings(
 )
 MUON = OptimizerSettings("muon", learning_rate=3e-3, weight_decay=0.0)
 PROMPTS, GROUP, TEMPERATURE = 8, 8, 0.7  # questions per step, episodes per question
-GRPO = grpo.GRPOSettings(group_size=GROUP, anchor="likelihood", reward_clip=None)
+GRPO = GRPOSettings(group_size=GROUP, anchor="likelihood", reward_clip=None)
 REWARDS = RewardSettings(format_cap=False)
 ADAM = OptimizerSettings(learning_rate=4e-4, weight_decay=0.0)  # for GRPO
 
@@ -117,7 +118,7 @@ def roll_out(engine: Engine, environment: Environment, questions: tuple, step: i
     episodes = run(engine, agents)
     # Rewards: for the answer, for the format, for the calls.
     played = [(episode.question, episode.turns) for episode in episodes]
-    rewards = score_all(played, REWARDS, anchor_weight=GRPO.sequence_anchor)
+    rewards = score_all(played, REWARDS, Rules(), GRPO.sequence_anchor)
     spans = [slice(first, first + GROUP) for first in range(0, len(episodes), GROUP)]
     groups = [ScoredGroup(tuple(episodes[span]), tuple(rewards[span])) for span in spans]
     return Rollouts(tuple(groups))
@@ -156,7 +157,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         # A micro-batch has some of the rollouts; the others have -1 in its index.
         logprobs = score_rollouts(decoder, visual, rows, TEMPERATURE)
         here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (rows.index >= 0))
-        return grpo.paravt_loss(logprobs, batch.advantages, here, GRPO, batch.totals, REWARDS.gamma)
+        return paravt_loss(logprobs, batch.advantages, here, GRPO, batch.totals, REWARDS.gamma)
 
     nnx.update(model.text, weights)
     longest = lengths(LIMITS, FRAME_TOKENS, max(BUDGETS), label_tokens=text.LABEL_TOKENS)
@@ -167,7 +168,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     state = init_state(weights, optimizer)
     update = make_update(skeleton, optimizer, loss, state)
     logprobs = make_logprobs(skeleton, TEMPERATURE, mesh)
-    advantages = jax.jit(lambda batch: grpo.advantages(batch, GRPO, REWARDS.gamma))
+    advantages = jax.jit(lambda batch: compute_advantages(batch, GRPO, REWARDS.gamma))
     shape = StepShape(PROMPTS, GROUP, longest)
     room = StepRoom(shape, shape.microbatches(most=2048, devices=1, pieces=1))
     history = []
@@ -180,7 +181,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         by_reference = sum(logprobs(reference, bank, rows) for rows in laid_out.microbatches)
         batch = dataclasses.replace(laid_out.grpo, reference=by_reference)
         # Advantages of every token, one update, and the new weights into the engine.
-        rl_batch = RLBatch(batch, advantages(batch)[0], grpo.batch_totals(batch))
+        rl_batch = RLBatch(batch, advantages(batch)[0], batch_totals(batch))
         gradients = update.start(state.weights)
         for rows in laid_out.microbatches:
             gradients, _ = update.add(state.weights, gradients, bank, rows, rl_batch)

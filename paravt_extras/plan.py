@@ -38,7 +38,7 @@ from models.trained import Skeleton, TrainedVision, cached_shape, split, split_v
 from models.vision import encoding_weights, frame_layout
 from paravt_extras.fit import GIB, fit, mesh_sizes
 from paravt_extras.slices import Chip, Topology
-from paravt_jax.method import grpo
+from paravt_jax.method.grpo.loss import batch_totals
 from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.engine.runner import ModelRunner
 from train.cli import parse
@@ -163,7 +163,7 @@ def rl_step(planned: PlannedModel) -> PlannedStep:
     pieces = row_pieces(planned.config.text, mesh.shape["fsdp"], mesh.shape["tensor"])
     sizes = shape.microbatches(run.rl.microbatch_tokens, devices, pieces)
     microbatches, played = empty_step(shape, sizes, planned.config, run.rl.max_staleness > 0)
-    batch = RLBatch(played, played.behaviour, jax.eval_shape(grpo.batch_totals, played))
+    batch = RLBatch(played, played.behaviour, jax.eval_shape(batch_totals, played))
     batches = [batch, batch.later(batch.advantages)][: run.rl.updates_per_batch]
     microbatches, batches = like((microbatches, batches), shardings((microbatches, batches), mesh))
     return PlannedStep(updater, planned.bank(room), microbatches, batches)

@@ -44,8 +44,7 @@ from paravt_jax.method.records import (
     Subtitle,
     ToolCall,
 )
-from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.scoring import score
+from paravt_jax.method.rewards import RewardSettings, combine
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes.exit_codes import USER_ERRORS
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
@@ -179,7 +178,7 @@ class Assistant:
     def page(self, episode: Episode, settings: EpisodeSettings) -> str:
         """Return the episode as an HTML page without external files: frames, tokens, crops and
         reports."""
-        rewards = score(episode.question, episode.turns, RewardSettings())
+        rewards = combine(episode.turns, 0.0, RewardSettings())
         line = transcript(episode, rewards, settings, self.environment.protocol.vocabulary)
         del line["rewards"]  # meaningless, because the right answer is unknown
         return episode_page(Path(), line)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paravt_jax.method.grpo import GRPOBatch
+from paravt_jax.method.grpo.batch import GRPOBatch
 from paravt_jax.method.structure import Structure
 
 Matrix = jax.Array | np.ndarray
@@ -22,7 +22,6 @@ def token_batch(behaviour: Matrix, mask: Matrix, proximal: Matrix | None = None)
         mask=jnp.asarray(mask),
         behaviour=jnp.asarray(behaviour),
         reference=jnp.asarray(behaviour),
-        rollout=jnp.arange(rows),
         structure=Structure(no_tag, no_tag.astype(jnp.int8), no_tag.astype(bool)),
         rewards=nothing,
         anchor_rewards=nothing,

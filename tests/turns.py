@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from paravt_jax.method.accuracy import accuracy
 from paravt_jax.method.parsing import parse_calls
-from paravt_jax.method.records import Call, CallOutcome, CallStatus, FailedCall, Turn
+from paravt_jax.method.records import Call, CallOutcome, CallStatus, FailedCall, Question, Turn
+from paravt_jax.method.rewards import Rewards, RewardSettings, combine, final_answer
 from paravt_jax.method.tools.crop_video import CropVideo
 
 
@@ -23,3 +27,14 @@ def turn_of(
         else:
             outcomes.append(CallOutcome(call, status, ""))
     return Turn(text, tuple(outcomes), truncated)
+
+
+def score(
+    question: Question,
+    turns: Sequence[Turn],
+    settings: RewardSettings,
+    anchor_weight: float = 0.5,
+) -> Rewards:
+    """Returns the rewards of an episode whose answer is scored by rules."""
+    r_acc = accuracy(question, final_answer(turns))
+    return combine(turns, r_acc, settings, anchor_weight)

@@ -13,8 +13,8 @@ from models.compilation import compile_ahead
 from models.features import FrameFeatures
 from models.sharding import Lowering
 from paravt_jax.data.frame_reader import FrameReader
+from paravt_jax.method.accuracy import Rules
 from paravt_jax.method.protocol import Protocol
-from paravt_jax.method.scoring import Rules
 from paravt_jax.processes import hosts
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Environment

@@ -174,7 +174,7 @@ class Evaluator:
         )
         scoring = Scoring(
             run.rl.rewards if run.rl else RewardSettings(),
-            actor.remote,
+            actor.judge,
             run.rl.grpo.sequence_anchor if run.rl else 0.0,
         )
         outcomes = play_and_score(actor.sampler, agents, scoring)

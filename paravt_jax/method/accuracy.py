@@ -16,7 +16,7 @@ import re
 import string
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from paravt_jax.method.records import Question, QuestionKind
 
@@ -617,15 +617,12 @@ def open_answer(text: str) -> str:
     return labelled[1] if labelled else plain
 
 
-def accuracy(
-    question: Question, prediction: str | None, open_ended: Literal["f1", "exact"] = "f1"
-) -> float:
+def accuracy(question: Question, prediction: str | None) -> float:
     """Return R_acc of an answer, in [0, 1].
 
     Args:
         question: The question with the right answer.
         prediction: The answer's text; None, for no answer, scores 0.
-        open_ended: How open-ended answers are scored: word F1, or exact match.
     """
     if prediction is None:
         return 0.0
@@ -636,7 +633,19 @@ def accuracy(
     answer = open_answer(prediction)
     if exact_match(prediction, question.answer) or exact_match(answer, question.answer):
         return 1.0
-    return token_f1(answer, question.answer) if open_ended == "f1" else 0.0
+    return token_f1(answer, question.answer)
+
+
+class Rules:
+    """Scores answers by the rules of this module; a `Judge` without a model."""
+
+    def scores(self, items: Sequence[tuple[Question, str | None]]) -> list[float]:
+        """Return R_acc of each answer, in [0, 1]; 0 for None."""
+        return [accuracy(question, answer) for question, answer in items]
+
+    def metrics(self) -> dict[str, float]:
+        """Return nothing: rules count nothing."""
+        return {}
 
 
 def is_read(question: Question, prediction: str) -> bool:

@@ -265,6 +265,11 @@ class Turn:
     truncated: bool = False
     """Whether the response ran into a limit, or left no room for the tool results after it."""
 
+    @property
+    def executed_calls(self) -> int:
+        """The number of its calls that were carried out."""
+        return sum(outcome.status.executed for outcome in self.calls)
+
 
 class StopReason(enum.StrEnum):
     """Why an episode ended."""
@@ -294,3 +299,8 @@ class Episode:
     """The main agent's answer; None unless `stop` is ANSWERED."""
     reason: str = ""
     """Why the video is unreadable, or a server refused or failed a request, in its own words."""
+
+    @property
+    def executed_calls(self) -> int:
+        """The number of tool calls that were carried out."""
+        return sum(turn.executed_calls for turn in self.turns)

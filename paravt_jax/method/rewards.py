@@ -23,8 +23,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from paravt_jax.checks import require_at_least, require_share
-from paravt_jax.method.judge import JudgeSettings
+from paravt_jax.method.judge import Judge, JudgeSettings
 from paravt_jax.method.parsing import (
     extract_answer,
     find_calls,
@@ -33,7 +35,7 @@ from paravt_jax.method.parsing import (
     has_substantive_think,
     tags_balanced,
 )
-from paravt_jax.method.records import CallStatus, Turn
+from paravt_jax.method.records import CallStatus, Episode, Question, Turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,11 +216,6 @@ def tool_reward(turns: Sequence[Turn], right: bool) -> float:
     return min(called + 0.5 * right, 1.0)
 
 
-def tool_turns(turns: Sequence[Turn]) -> int:
-    """Return the number of turns in which at least one tool ran."""
-    return sum(any(outcome.status.executed for outcome in turn.calls) for turn in turns)
-
-
 def final_answer(turns: Sequence[Turn]) -> str | None:
     """Return the answer in the last turn; None if there is none or that turn was truncated."""
     if not turns or turns[-1].truncated:
@@ -243,7 +240,8 @@ def combine(
     uncapped = base + anchor_weight * r_anchor
     r_fmt = min(max(uncapped, 0.0), 1.0) if settings.format_cap else uncapped
     r_tool = tool_reward(turns, r_acc > 0)
-    discount = max(0.0, 1.0 - settings.tool_turn_cost * tool_turns(turns))
+    tool_turns = sum(turn.executed_calls > 0 for turn in turns)
+    discount = max(0.0, 1.0 - settings.tool_turn_cost * tool_turns)
     total = r_acc * discount + settings.format_weight * r_fmt + settings.tool_weight * r_tool
     return Rewards(
         accuracy=r_acc,
@@ -254,3 +252,46 @@ def combine(
         compliant=format_compliant(turns),
         capped=r_fmt != uncapped,
     )
+
+
+def score_all(
+    played: Sequence[tuple[Question, Sequence[Turn]]],
+    settings: RewardSettings,
+    judge: Judge,
+    anchor_weight: float = 0.5,
+    answers: Sequence[str | None] | None = None,
+) -> list[Rewards]:
+    """Score several episodes. The judge is asked about all of them at once.
+
+    Args:
+        played: Question and turns of each episode.
+        settings: Weights of the terms.
+        judge: Scores answers: by rules (`paravt_jax.method.accuracy.Rules`), or the client for
+            `settings.judge`.
+        anchor_weight: See `combine`.
+        answers: The answer of each episode; by default the result of `final_answer`.
+    """
+    if answers is None:
+        answers = [final_answer(turns) for _, turns in played]
+    items = [(question, answer) for (question, _), answer in zip(played, answers, strict=True)]
+    return [
+        combine(turns, r_acc, settings, anchor_weight)
+        for (_, turns), r_acc in zip(played, judge.scores(items), strict=True)
+    ]
+
+
+def tool_gap(values: Sequence[float], episodes: Sequence[Episode]) -> float | None:
+    """Return the mean value of the episodes that call a tool minus that of those that do not.
+
+    Only executed calls count. The gap is None if one of the two sides has no episode.
+
+    Args:
+        values: A reward or score of each episode.
+        episodes: The episodes.
+    """
+    scored = list(zip(values, episodes, strict=True))
+    with_calls = [value for value, episode in scored if episode.executed_calls]
+    without = [value for value, episode in scored if not episode.executed_calls]
+    if not with_calls or not without:
+        return None
+    return float(np.mean(with_calls) - np.mean(without))

@@ -495,3 +495,12 @@ def suffix_length(trajectory: Trajectory) -> int:
     """Return the number of tokens that count against `trajectory_tokens`: the rollout's own
     of `split_prompt`."""
     return len(split_prompt(trajectory)[1])
+
+
+def seed_of(*identity: int | str) -> int:
+    """Derive a 32-bit seed from what identifies a sample, such as run, step, question, rollout."""
+    numbers = [
+        value if isinstance(value, int) else int.from_bytes(value.encode(), "little")
+        for value in identity
+    ]
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from paravt_jax.method.rewards import published_format
+from paravt_jax.method.rewards import published_format, tool_gap
 from rollout.agent.episode import EpisodeSettings
-from rollout.agent.scoring import tool_gap
 from rollout.evaluation.play import Played, measures
 from rollout.evaluation.statistics import interval
 

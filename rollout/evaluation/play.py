@@ -14,13 +14,11 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
-from paravt_jax.method.accuracy import is_read
+from paravt_jax.method.accuracy import Rules, is_read
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Turn
-from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer
-from paravt_jax.method.scoring import score_all
-from rollout.agent.episode import Environment, EpisodeSettings, play
-from rollout.agent.scoring import calls_by_turn, seed_of
+from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer, score_all
+from rollout.agent.episode import Environment, EpisodeSettings, play, seed_of
 from rollout.agent.transcript import overview_times
 from rollout.engine.requests import Sampler, as_done
 
@@ -33,7 +31,7 @@ class Scoring:
     """
 
     rewards: RewardSettings = RewardSettings()
-    judge: Judge | None = None
+    judge: Judge = Rules()
     anchor_weight: float = 0.5
     read: Callable[[Sequence[Turn]], str | None] = final_answer
     """Finds the answer to score; None if there is none. By default only in an answer block, as in
@@ -131,7 +129,7 @@ def _score(
 def measures(played: Played) -> dict[str, Any]:
     """Return the values of one episode that `rollout.evaluation.summary` averages."""
     episode, rewards, read = played.episode, played.rewards, played.read
-    calls = calls_by_turn(episode)
+    calls = [turn.executed_calls for turn in episode.turns]
     statuses = [outcome.status for turn in episode.turns for outcome in turn.calls]
     return {
         "video": episode.question.video,

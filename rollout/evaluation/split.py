@@ -16,6 +16,7 @@ from typing import Any
 
 from paravt_jax.data.foreign import ForeignFileError, read_srt
 from paravt_jax.data.frames import VideoError, join
+from paravt_jax.method.accuracy import Rules
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.parsing import BLOCKS, extract_answer, find_calls, first_think
 from paravt_jax.method.protocol import Protocol
@@ -71,7 +72,7 @@ class SplitPlayer:
         self._videos = videos
         self._setting = settings.episode_settings()
         self._shown: dict[str, int] = {}  # numbers of subtitle lines in prompts, by question
-        self._scoring = Scoring(settings.rewards(), judge, read=final_text)
+        self._scoring = Scoring(settings.rewards(), judge or Rules(), read=final_text)
 
     def lines(self, items: Iterable[Item]) -> Iterator[Line]:
         """Play the items and yield one line per question, in the order in which they finish.

@@ -21,7 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paravt_jax.method.accuracy import accuracy, exact_match, open_answer
+from paravt_jax.method.records import QuestionKind
 from tests.conftest import named_folder
+from tests.golden.texts import question_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,3 +104,12 @@ def cases(golden: Path):
         return out
 
     return load
+
+
+def accuracy_of(record: dict, answer: str | None) -> float:
+    """R_acc of an answer. Under the knob "exact", which only the release has, no F1."""
+    question = question_of(record)
+    if question.kind is QuestionKind.OPEN_ENDED and record["knobs"]["REWARD_MODE"] == "exact":
+        readings = (answer or "", open_answer(answer or ""))
+        return float(any(exact_match(reading, question.answer) for reading in readings))
+    return accuracy(question, answer)

@@ -12,14 +12,13 @@ import unicodedata
 import pytest
 
 from paravt_jax.method.accuracy import (
-    accuracy,
     choice_accuracy,
     grounding_accuracy,
     normalise,
     token_f1,
 )
 from paravt_jax.method.parsing import extract_answer
-from tests.golden.conftest import Excuse
+from tests.golden.conftest import Excuse, accuracy_of
 from tests.golden.texts import (
     bare,
     close,
@@ -29,7 +28,6 @@ from tests.golden.texts import (
     names,
     overlap,
     paired,
-    question_of,
     right_letter,
     said,
     standing,
@@ -303,7 +301,7 @@ ACCURACIES = {
 def test_accuracy(records, hold):
     hold(
         records("rewards"),
-        lambda r: accuracy(question_of(r), said(r), r["knobs"]["REWARD_MODE"]),
+        lambda r: accuracy_of(r, said(r)),
         lambda r, got: got == close(r["expected"]["acc_reward"]),
         ACCURACIES,
     )

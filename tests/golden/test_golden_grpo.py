@@ -21,14 +21,15 @@ import numpy as np
 import pytest
 
 from models.text import TextDecoder
-from paravt_jax.method import grpo
-from paravt_jax.method.grpo import (
-    GRPOBatch,
-    GRPOSettings,
-)
-from paravt_jax.method.grpo.advantages import kl_penalty, normalise
+from paravt_jax.method.grpo.advantages import compute_advantages, kl_penalty, normalise
+from paravt_jax.method.grpo.batch import GRPOBatch
 from paravt_jax.method.grpo.loss import policy_loss
-from paravt_jax.method.grpo.settings import NORMALISATIONS, Normalisation, NormalisationName
+from paravt_jax.method.grpo.settings import (
+    NORMALISATIONS,
+    GRPOSettings,
+    Normalisation,
+    NormalisationName,
+)
 from paravt_jax.method.structure import Structure
 from tests.golden.formulas import (
     Arrays,
@@ -184,7 +185,6 @@ def as_batch(config: Config, arrays: Arrays) -> tuple[GRPOBatch, GRPOSettings]:
         mask=jnp.asarray(arrays["in_loss_mask"] > 0).at[:, 0].set(False),
         behaviour=jnp.asarray(behaviour),
         reference=jnp.asarray(reference),
-        rollout=jnp.arange(b),
         structure=Structure(
             jnp.zeros((b, 1), jnp.int32), jnp.zeros((b, 1), jnp.int8), jnp.zeros((b, 1), bool)
         ),
@@ -214,7 +214,7 @@ def epsilon_of(config: Config) -> float:
 
 @functools.partial(jax.jit, static_argnames=("settings", "epsilon"))
 def our_advantages(batch: GRPOBatch, settings: GRPOSettings, epsilon: float) -> jax.Array:
-    return grpo.advantages(batch, settings, epsilon=epsilon)[0]
+    return compute_advantages(batch, settings, epsilon=epsilon)[0]
 
 
 def ratio_settings(config: Config) -> dict[str, Any]:

@@ -6,19 +6,17 @@ true here is computed from the readings in `texts`.
 
 from __future__ import annotations
 
-from paravt_jax.method.accuracy import accuracy
+from paravt_jax.method import rewards
 from paravt_jax.method.parsing import has_substantive_think
 from paravt_jax.method.records import CallStatus, CropCall
-from paravt_jax.method.rewards import Rewards, RewardSettings
-from paravt_jax.method.scoring import Rules, score_all
-from tests.golden.conftest import Excuse
+from paravt_jax.method.rewards import Rewards, RewardSettings, combine
+from tests.golden.conftest import Excuse, accuracy_of
 from tests.golden.texts import (
     ANY_TAG,
     alone,
     close,
     final_answer,
     our_readings,
-    question_of,
     summed,
     thought,
 )
@@ -112,9 +110,9 @@ def rewarded(record: dict) -> Rewards:
         format_cap=True,
     )
     status = CallStatus.EXECUTED if "<tool_response>" in text else CallStatus.TOO_MANY
-    played = [(question_of(record), [turn_of(text, status)])]
-    rules, weight = Rules(knobs["REWARD_MODE"]), float(knobs["ANCHOR_WEIGHT"])
-    return score_all(played, settings, rules, anchor_weight=weight)[0]
+    turns = [turn_of(text, status)]
+    r_acc = accuracy_of(record, rewards.final_answer(turns))
+    return combine(turns, r_acc, settings, float(knobs["ANCHOR_WEIGHT"]))
 
 
 def test_formats(records, hold):
@@ -133,7 +131,7 @@ def test_formats(records, hold):
 def added_up(record: dict) -> list[float]:
     """R_acc, R_fmt, R_tool and the total that follow from our readings of the text."""
     knobs, text = record["knobs"], record["completion"]
-    right = accuracy(question_of(record), final_answer(text), knobs["REWARD_MODE"])
+    right = accuracy_of(record, final_answer(text))
     tool = 0.0
     if alone(text):
         tool = (0.3 if "<tool_response>" in text else 0.1) + 0.5 * (right > 0)

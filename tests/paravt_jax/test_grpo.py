@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paravt_jax.method import grpo
-from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
 from paravt_jax.method.grpo.advantages import (
+    compute_advantages,
     kl_penalty,
     normalise,
     normalise_tokens,
@@ -23,15 +22,14 @@ from paravt_jax.method.grpo.anchor import (
     structural_tokens,
     structural_weights,
 )
-from paravt_jax.method.grpo.loss import behaviour_weight, policy_loss
-from paravt_jax.method.grpo.settings import Anchor, Normalisation
+from paravt_jax.method.grpo.batch import GRPOBatch
+from paravt_jax.method.grpo.loss import batch_totals, behaviour_weight, paravt_loss, policy_loss
+from paravt_jax.method.grpo.settings import Anchor, GRPOSettings, Normalisation
 from paravt_jax.method.structure import TAGS, Kind, Structure
 from tests.token_batch import token_batch
 
 SETTINGS = GRPOSettings(group_size=4)
 IN_GROUPS = Normalisation("group", "group")
-# Fields of a batch with a row axis.
-ROWS = ("mask", "behaviour", "reference", "rollout", "structure")
 
 
 def make_batch(
@@ -58,7 +56,6 @@ def make_batch(
         "anchor_rewards": rng.choice([-0.3, 0.2, 0.7], (p, g)),
         "valid": np.ones((p, g), bool),
         "compliant": rng.random((p, g)) < 0.6,
-        "rollout": np.arange(b),
     } | changes
     arrays = {
         name: jnp.asarray(x, jnp.float32 if np.asarray(x).dtype.kind == "f" else None)
@@ -76,13 +73,13 @@ def current_logprobs(batch: GRPOBatch, seed: int = 5):
 
 @functools.partial(jax.jit, static_argnames="settings")
 def advantages(batch: GRPOBatch, settings: GRPOSettings):
-    return grpo.advantages(batch, settings)
+    return compute_advantages(batch, settings)
 
 
 @functools.partial(jax.jit, static_argnames="settings")
 def whole_loss(batch: GRPOBatch, settings: GRPOSettings, logprobs):
-    credit, _ = grpo.advantages(batch, settings)
-    return grpo.paravt_loss(logprobs, credit, batch, settings)[0]
+    credit, _ = advantages(batch, settings)
+    return paravt_loss(logprobs, credit, batch, settings)[0]
 
 
 # --- rewards of rollouts
@@ -281,9 +278,7 @@ def test_gamma_weighs_violations_alone_and_a_stale_token_above_the_cap_counts_fo
 
     def gradient(gamma: float, batch: GRPOBatch = batch) -> np.ndarray:
         return np.asarray(
-            jax.grad(lambda x: grpo.paravt_loss(x, credit, batch, settings, gamma=gamma)[0])(
-                logprobs
-            )
+            jax.grad(lambda x: paravt_loss(x, credit, batch, settings, gamma=gamma)[0])(logprobs)
         )
 
     none = gradient(0.0)
@@ -298,15 +293,15 @@ def test_gamma_weighs_violations_alone_and_a_stale_token_above_the_cap_counts_fo
 
 @functools.partial(jax.jit, static_argnames="settings")
 def loss_metrics(batch: GRPOBatch, settings: GRPOSettings, logprobs):
-    credit, _ = grpo.advantages(batch, settings)
-    return grpo.paravt_loss(logprobs, credit, batch, settings)[1]
+    credit, _ = advantages(batch, settings)
+    return paravt_loss(logprobs, credit, batch, settings)[1]
 
 
 def tag_logprobs(batch: GRPOBatch, logprobs) -> dict[str, list[float]]:
     """The log-probs of the trained tags by kind, found one by one."""
     found: dict[str, list[float]] = {kind.name.lower(): [] for kind in TAGS}
     for row in range(batch.mask.shape[0]):
-        group, member = divmod(int(batch.rollout[row]), batch.rewards.shape[1])
+        group, member = divmod(row, batch.rewards.shape[1])
         for at in range(batch.structure.positions.shape[1]):
             token = int(batch.structure.positions[row, at])
             kind = Kind(int(batch.structure.kinds[row, at]))
@@ -335,20 +330,6 @@ def test_every_recipe_has_the_likelihood_of_the_tags_that_were_sampled(anchor):
     mean = np.mean(np.exp(everything))
     assert float(metrics["tags/probability"]) == pytest.approx(mean, rel=1e-5)
     assert float(metrics["tags/logprob"]) == pytest.approx(np.mean(everything), rel=1e-5)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_arrays_that_disagree_are_refused():
-    batch = make_batch()
-    wrong = {
-        "behaviour": batch.behaviour[:, 1:],
-        "reference": batch.reference[1:],
-        "rollout": batch.rollout[:-1],
-    }
-    wrong |= {name: getattr(batch, name)[:2] for name in ("anchor_rewards", "valid", "compliant")}
-    for name, array in wrong.items():
-        with pytest.raises(ValueError, match=f"GRPOBatch.{name}: shape"):
-            grpo.advantages(dataclasses.replace(batch, **{name: array}), SETTINGS)
 
 
 # --- the loss
@@ -437,7 +418,7 @@ def test_the_first_update_of_a_batch_has_no_ratio():
     def result(proximal):
         def loss(x):
             some = dataclasses.replace(batch, proximal=proximal)
-            return grpo.paravt_loss(x, credit, some, SETTINGS)
+            return paravt_loss(x, credit, some, SETTINGS)
 
         (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(logprobs)
         return metrics, gradient
@@ -464,7 +445,7 @@ def test_the_anchor_needs_no_proximal_policy():
 
     def gradient(proximal):
         some = dataclasses.replace(batch, proximal=proximal)
-        return jax.grad(lambda x: grpo.paravt_loss(x, zero, some, settings)[0])(logprobs)
+        return jax.grad(lambda x: paravt_loss(x, zero, some, settings)[0])(logprobs)
 
     first, later = gradient(None), gradient(current_logprobs(batch, seed=6))
     np.testing.assert_array_equal(first, later)
@@ -513,7 +494,6 @@ def test_padding_and_order_change_nothing(anchor):
     inside = np.random.default_rng(2).permutation(4)
     rows = (groups[:, None] * 4 + inside).reshape(-1)
     moved = jax.tree.map(lambda x: x[groups][:, inside] if x.shape == (3, 4) else x[rows], batch)
-    moved = dataclasses.replace(moved, rollout=batch.rollout)
     np.testing.assert_allclose(whole_loss(moved, settings, logprobs[rows]), plain, rtol=1e-5)
 
 
@@ -523,61 +503,37 @@ def test_only_current_tokens_count_in_the_gap():
     credit, _ = advantages(batch, SETTINGS)
     current = np.asarray(batch.mask) & (np.arange(batch.mask.shape[1]) % 2 == 0)
     some = dataclasses.replace(batch, current=jnp.asarray(current))
-    loss, metrics = grpo.paravt_loss(logprobs, credit, some, SETTINGS)
+    loss, metrics = paravt_loss(logprobs, credit, some, SETTINGS)
     trained = np.asarray(batch.trained)
     gaps = np.abs(np.asarray(logprobs) - np.asarray(batch.behaviour))
     assert metrics["behaviour_gap"] == pytest.approx(
         gaps[trained & current].sum() / trained.sum(), rel=1e-5
     )
-    assert loss == grpo.paravt_loss(logprobs, credit, batch, SETTINGS)[0]
+    assert loss == paravt_loss(logprobs, credit, batch, SETTINGS)[0]
 
 
 @pytest.mark.parametrize("anchor", ["none", "likelihood"])
 def test_parts_with_the_whole_batch_totals_add_up(anchor):
     settings = dataclasses.replace(SETTINGS, anchor=anchor)
     batch = make_batch(seed=4)
-    totals = grpo.batch_totals(make_batch(seed=4))
+    totals = batch_totals(make_batch(seed=4))
     logprobs = current_logprobs(batch)
     batch = dataclasses.replace(batch, proximal=current_logprobs(batch, seed=6))
     credit, _ = advantages(batch, settings)
 
     def part(i):
-        rows = np.arange(12)[i::3]  # a part need not hold whole groups
-        names = (*ROWS, "proximal")
-        some = dataclasses.replace(
-            batch, **{name: jax.tree.map(lambda x: x[rows], getattr(batch, name)) for name in names}
-        )
-        return grpo.paravt_loss(logprobs[rows], credit[rows], some, settings, totals)[1]
+        # A part need not hold whole groups.
+        rows = jnp.arange(12)[:, None] % 3 == i
+        some = dataclasses.replace(batch, mask=batch.mask & rows)
+        return paravt_loss(logprobs, credit, some, settings, totals)[1]
 
     parts = [part(i) for i in range(3)]
-    whole = grpo.paravt_loss(logprobs, credit, batch, settings)[1]
+    whole = paravt_loss(logprobs, credit, batch, settings)[1]
     assert whole["ratio_max"] > 1
     for name, value in whole.items():
         joined = max if name.endswith("_max") else sum
         joint = float(joined(some[name] for some in parts))
         assert joint == pytest.approx(float(value), rel=1e-4), name
-
-
-def test_rows_of_one_rollout_share_what_it_earned():
-    """The rows of sub-agents get the reward of their episode."""
-    rollout = np.array([0, 1, 2, 3, 2, 2])
-    mask = np.ones((6, 3), bool)
-    batch = make_batch(p=1, rewards=np.array([[0.0, 1.0, 2.0, 1.0]]))
-    zeros = np.zeros((6, 3))
-    fields = {"mask": mask, "behaviour": zeros, "reference": zeros, "rollout": rollout}
-    none = Structure(
-        jnp.zeros((6, 1), jnp.int32), jnp.zeros((6, 1), jnp.int8), jnp.zeros((6, 1), bool)
-    )
-    batch = dataclasses.replace(
-        batch, structure=none, **{name: jnp.asarray(x) for name, x in fields.items()}
-    )
-    credit = np.asarray(advantages(batch, SETTINGS)[0])
-    assert (credit[4] == credit[2]).all()
-    assert (credit[5] == credit[2]).all()
-    assert credit[2, 0] > credit[1, 0] > credit[0, 0]
-    assert credit.mean() == pytest.approx(0, abs=1e-6), (
-        "the mean of the batch is over all rows' tokens"
-    )
 
 
 def test_the_gradient_of_old_rollouts_is_that_of_fresh_ones():
@@ -617,7 +573,7 @@ def test_a_row_of_an_invalid_rollout_counts_like_one_without_generated_tokens():
 
     def results(batch):
         def loss(logprobs):
-            return grpo.paravt_loss(logprobs, credit, batch, SETTINGS)
+            return paravt_loss(logprobs, credit, batch, SETTINGS)
 
         (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(logprobs)
         return metrics, gradient
@@ -649,8 +605,3 @@ def test_contradicting_settings_are_refused():
 def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=f"GRPOSettings.{name}: "):
         GRPOSettings(**{name: value})
-
-
-def test_another_group_size_is_refused():
-    with pytest.raises(ValueError, match="group_size: 8"):
-        grpo.advantages(make_batch(), GRPOSettings())

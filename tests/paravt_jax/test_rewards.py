@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import (
     CallOutcome,
     CallStatus,
@@ -21,10 +20,10 @@ from paravt_jax.method.rewards import (
     format_base,
     frugal_reward,
     published_format,
+    score_all,
     tool_reward,
 )
-from paravt_jax.method.scoring import score, score_all
-from tests.turns import turn_of
+from tests.turns import score, turn_of
 
 QUESTION = Question(
     "q", "v", "which digit?", QuestionKind.MULTIPLE_CHOICE, "seven", ("six", "seven")
@@ -250,7 +249,7 @@ def test_bounds_hold_for_any_episode(turns, suffix):
         assert not any(turn.truncated for turn in turns)
 
 
-def test_a_judge_scores_if_the_settings_name_one_and_only_then():
+def test_a_judge_gives_r_acc():
     class Half:
         def scores(self, items):
             return [0.5 for _ in items]
@@ -258,10 +257,6 @@ def test_a_judge_scores_if_the_settings_name_one_and_only_then():
         def metrics(self):
             return {}
 
-    judge = Half()
-    named = RewardSettings(judge=JudgeSettings("http://localhost:1/v1", model="m"))
-    with pytest.raises(ValueError, match="score_all: judge is missing"):
-        score_all([(QUESTION, [answer()])], named)
-    (got,) = score_all([(QUESTION, [answer()])], named, judge)
+    (got,) = score_all([(QUESTION, [answer()])], SETTINGS, Half())
     assert got.accuracy == 0.5
     assert got.total == pytest.approx(0.5 + got.format + got.tool)

@@ -10,12 +10,12 @@ import pytest
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import Author, CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.scoring import score
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, run
 from rollout.engine.settings import EngineSizes
+from tests.turns import score
 
 ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
 PLAN = "look closer\n</think>\n" + "\n".join(

@@ -24,15 +24,14 @@ from paravt_jax.method.records import (
     ToolCall,
 )
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.scoring import score
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.search_subtitles import best_entries
 from paravt_jax.method.tools.tool import Look, Tool
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
-from rollout.agent.scoring import executed_calls
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import run
 from rollout.report.episode_card import episode_page
+from tests.turns import score
 
 BOTH = ("crop_video", "search_subtitles")
 ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
@@ -113,7 +112,7 @@ def test_a_crop_and_a_search_run_in_one_turn_from_sampling_to_page(perform, srt)
     rewards = score(episode.question, episode.turns, RewardSettings())
     assert rewards.tool == 0.3
     assert rewards.compliant is True
-    assert executed_calls(episode) == 2
+    assert episode.executed_calls == 2
     line = json.loads(json.dumps(transcript(episode, rewards, EpisodeSettings(4, 0.7), vocabulary)))
     kinds = [token["kind"] for token in line["turns"][0]["tokens"] if token["kind"]]
     assert kinds == ["think-close", *["call-open", "call-close"] * 2]
@@ -143,7 +142,7 @@ def test_a_search_without_subtitles_fails_with_a_reason(perform):
     (outcome,) = episode.turns[0].calls
     assert outcome.status is CallStatus.UNREADABLE
     assert "This video has no subtitles." in outcome.response
-    assert executed_calls(episode) == 0
+    assert episode.executed_calls == 0
     assert score(episode.question, episode.turns, RewardSettings()).tool == pytest.approx(0.1)
 
 

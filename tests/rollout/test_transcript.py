@@ -10,11 +10,11 @@ import pytest
 from paravt_jax.method.protocol import PINNED, render_call
 from paravt_jax.method.records import CropCall
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.scoring import score
 from paravt_jax.world.videos import STEP
 from rollout.agent.episode import EpisodeSettings, play, split_prompt
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import run
+from tests.turns import score
 
 PLAN = (
     "look closer\n</think>\n"

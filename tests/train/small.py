@@ -26,7 +26,7 @@ from models.model import VisionLanguageModel
 from models.sharding import make_mesh, param_shardings
 from models.trained import TrainedVision, TrainVision, split
 from paravt_jax.data import video
-from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall, digest
 from paravt_jax.method.rewards import RewardSettings

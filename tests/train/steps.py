@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from models.trained import Skeleton, split_vision
+from paravt_jax.method.accuracy import Rules
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import Question
-from paravt_jax.method.scoring import Rules
 from train.learn.packing import StepShape
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings

@@ -11,8 +11,8 @@ import pytest
 
 from models.qwen3_vl.sizes import tiny
 from models.rope import mrope_positions, visual_index
+from paravt_jax.method.accuracy import Rules
 from paravt_jax.method.records import Author, Segment, Trajectory
-from paravt_jax.method.scoring import Rules
 from train.learn.batch import Group, Microbatch, build, mismatches, prompt_segments
 from train.learn.packing import Chunk, MicrobatchShape, PackedMicrobatch
 from train.learn.rollouts import Actor, begin, roll_out

@@ -12,10 +12,10 @@ import pytest
 
 import train.run
 from models.sharding import Lowering
+from paravt_jax.method.accuracy import Rules
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.scoring import Rules
 from rollout.engine.engine import Engine
 from tests.paravt_jax.judge_server import Reply, says, serving
 from train.actor import EngineActor

@@ -28,8 +28,10 @@ from models.rope import mrope_positions, visual_index
 from models.sharding import make_mesh, param_shardings
 from models.text import TextDecoder, VisualBank
 from models.trained import Skeleton
-from paravt_jax.method import grpo
-from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
+from paravt_jax.method.grpo.advantages import compute_advantages
+from paravt_jax.method.grpo.batch import GRPOBatch
+from paravt_jax.method.grpo.loss import batch_totals, paravt_loss
+from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.records import Author, Segment, Trajectory
 from paravt_jax.method.structure import Kind, pad_structures
 from train.learn.batch import Group, build
@@ -235,15 +237,13 @@ def grpo_batch(step: Step) -> GRPOBatch:
             by_rollout["valid"][p, g] = True
     arrays = jax.tree.map(jnp.asarray, by_token | by_rollout)
     structure = jax.tree.map(jnp.asarray, pad_structures(structures, TAGS))
-    return GRPOBatch(
-        mask=jnp.asarray(mask), rollout=jnp.arange(ROWS), structure=structure, **arrays
-    )
+    return GRPOBatch(mask=jnp.asarray(mask), structure=structure, **arrays)
 
 
 @functools.cache
 def jitted_advantages() -> Any:
     gamma = SETTINGS.rewards.gamma
-    return jax.jit(lambda batch: grpo.advantages(batch, SETTINGS.grpo, gamma)[0])
+    return jax.jit(lambda batch: compute_advantages(batch, SETTINGS.grpo, gamma)[0])
 
 
 # --- the slow layout ---
@@ -314,7 +314,7 @@ def layouts() -> Layouts:
     def loss(weights, arrays, batch, advantages):
         logprobs = slow_logprobs(nnx.merge(graph, weights), arrays)
         gamma = SETTINGS.rewards.gamma
-        return grpo.paravt_loss(logprobs, advantages, batch, SETTINGS.grpo, gamma=gamma)
+        return paravt_loss(logprobs, advantages, batch, SETTINGS.grpo, gamma=gamma)
 
     slow_gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))
     score_slowly = jax.jit(lambda weights, arrays: slow_logprobs(nnx.merge(graph, weights), arrays))
@@ -333,7 +333,7 @@ def layouts() -> Layouts:
     def packed(step, sizes):
         batch = grpo_batch(step)
         advantages = jitted_advantages()(batch)
-        whole = put_whole(RLBatch(batch, advantages, grpo.batch_totals(batch)), mesh)
+        whole = put_whole(RLBatch(batch, advantages, batch_totals(batch)), mesh)
         microbatches, visual = placed(step, sizes)
         total = update.start(state.weights)
         metrics: dict[str, float] = {}

@@ -18,7 +18,7 @@ from paravt_jax.data import tokenizer_file, video
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.preparation import LEFT_OUT
 from paravt_jax.data.stored import lock
-from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.processes import hosts

@@ -16,8 +16,8 @@ from models.model import abstract_model
 from models.sharding import make_mesh
 from models.trained import Skeleton
 from paravt_jax.data.frames import VideoError
+from paravt_jax.method.accuracy import Rules
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.scoring import Rules
 from paravt_jax.method.structure import Kind
 from paravt_jax.processes import hosts
 from rollout.engine.requests import Sample, SampleStop

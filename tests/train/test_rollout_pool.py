@@ -15,8 +15,8 @@ import pytest
 
 from models.features import FrameFeatures
 from paravt_jax.data.frames import VideoError
+from paravt_jax.method.accuracy import Rules
 from paravt_jax.method.records import Trajectory
-from paravt_jax.method.scoring import Rules
 from paravt_jax.processes import hosts
 from rollout.engine.engine import Engine
 from rollout.engine.programs import MOST_STOP_IDS

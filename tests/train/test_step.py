@@ -11,7 +11,7 @@ from flax import nnx
 from models.attention import RowLayout
 from models.rope import mrope_positions, visual_index
 from models.text import VisualBank
-from paravt_jax.method.scoring import Rules
+from paravt_jax.method.accuracy import Rules
 from train.learn.batch import Group, Microbatch, build
 from train.learn.packing import MicrobatchShape, pack
 from train.learn.rollouts import Actor, begin, roll_out

@@ -23,8 +23,10 @@ from models.qwen3_vl.vision import Qwen3VLVisionTower
 from models.sharding import make_mesh, param_shardings, row_devices
 from models.text import TextDecoder
 from models.trained import Skeleton, TrainedVision, trained_state
-from paravt_jax.method import grpo
-from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
+from paravt_jax.method.grpo.advantages import compute_advantages
+from paravt_jax.method.grpo.batch import GRPOBatch
+from paravt_jax.method.grpo.loss import batch_totals
+from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.protocol import Lengths
 from paravt_jax.method.records import Author, Frame, Segment, Trajectory
 from paravt_jax.method.rewards import RewardSettings
@@ -158,7 +160,6 @@ def rl_batch(settings: RLSettings) -> GRPOBatch:
         "mask": mask,
         "behaviour": behaviour,
         "reference": behaviour + 0.1 * rng.normal(size=size).astype(np.float32) * mask,
-        "rollout": np.arange(24, dtype=np.int32),
         "rewards": rng.random(rollouts).astype(np.float32) * 2.5,
         "anchor_rewards": rng.choice([-0.3, 0.2, 0.7], rollouts).astype(np.float32),
         "valid": np.ones(rollouts, bool),
@@ -207,8 +208,8 @@ def rl_step(
     config = config_of(sizes_of)
     batch = put(rl_batch(settings), mesh)
     with jax.set_mesh(mesh):
-        advantages, _ = grpo.advantages(batch, settings.grpo, settings.rewards.gamma)
-        whole = RLBatch(batch, advantages, grpo.batch_totals(batch))
+        advantages, _ = compute_advantages(batch, settings.grpo, settings.rewards.gamma)
+        whole = RLBatch(batch, advantages, batch_totals(batch))
     update = make_update(Skeleton(graph, base), optimizer, rl_loss(settings), state)
     total = update.start(state.weights)
     parts: dict[str, list[np.ndarray]] = {}

@@ -14,7 +14,8 @@ import pytest
 from flax import nnx
 
 from models.sharding import make_mesh
-from paravt_jax.method.grpo import GRPOSettings, batch_totals
+from paravt_jax.method.grpo.loss import batch_totals
+from paravt_jax.method.grpo.settings import GRPOSettings
 from tests.train.steps import road_learner, take_step, take_whole_step
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import read_metrics

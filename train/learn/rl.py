@@ -22,8 +22,9 @@ from models.features import FrameFeatures
 from models.sharding import Lowering, MeshProgram, require_mesh, row_devices
 from models.text import TextDecoder
 from models.trained import Skeleton, in_activations, split_vision
-from paravt_jax.method import grpo
-from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
+from paravt_jax.method.grpo.advantages import compute_advantages
+from paravt_jax.method.grpo.batch import GRPOBatch, Metrics, Totals
+from paravt_jax.method.grpo.loss import batch_totals, paravt_loss
 from rollout.agent.episode import Environment
 from train.learn.batch import Microbatch
 from train.learn.optimizer import make_optimizer
@@ -82,7 +83,7 @@ def rl_loss(settings: RLSettings) -> Loss:
         logprobs = score_rollouts(text, visual, rows, settings.temperature, settings.remat)
         here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (rows.index >= 0))
         gamma = settings.rewards.gamma
-        value, metrics = grpo.paravt_loss(
+        value, metrics = paravt_loss(
             logprobs, batch.advantages, here, settings.grpo, batch.totals, gamma
         )
         if settings.updates_per_batch > 1 and here.proximal is None:
@@ -139,7 +140,8 @@ class Learner:
         self._whole = NamedSharding(mesh, PartitionSpec())
 
         def advantages(batch: GRPOBatch) -> tuple[Float[Array, "b t"], Totals, Metrics]:
-            return _advantages(batch, settings)
+            values, metrics = compute_advantages(batch, settings.grpo, settings.rewards.gamma)
+            return values, batch_totals(batch), metrics
 
         self._advantages = MeshProgram(jax.jit(advantages, out_shardings=self._whole), mesh)
 
@@ -292,13 +294,6 @@ class Learner:
 
 def _types(arrays: Any) -> list[Any]:
     return [x.dtype for x in jax.tree.leaves(arrays)]
-
-
-def _advantages(
-    batch: GRPOBatch, settings: RLSettings
-) -> tuple[Float[Array, "b t"], Totals, Metrics]:
-    advantages, metrics = grpo.advantages(batch, settings.grpo, settings.rewards.gamma)
-    return advantages, grpo.batch_totals(batch), metrics
 
 
 def _over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Shaped
 from models.config import ModelConfig
 from models.features import FrameFeatures
 from paravt_jax.data.frames import VideoError
-from paravt_jax.method.grpo import GRPOBatch, Totals
+from paravt_jax.method.grpo.batch import GRPOBatch, Totals
 from paravt_jax.method.records import Author, Frame, Trajectory
 from paravt_jax.method.structure import find_structure, pad_structures
 from paravt_jax.processes import hosts
@@ -298,13 +298,7 @@ def _grpo_batch(
     # The width is the same in every step, so that nothing compiles again. It is the largest
     # possible: each token breaks at most one block and opens at most one.
     structure = pad_structures(structures, multiple=2 * shape.suffix)
-    every_rollout: Any = np.arange(shape.rows, dtype=np.int32)
-    return GRPOBatch(
-        rollout=every_rollout,
-        structure=structure,
-        **by_token,
-        **_by_rollout(rollouts, shape),
-    )
+    return GRPOBatch(structure=structure, **by_token, **_by_rollout(rollouts, shape))
 
 
 def _by_rollout(rollouts: Rollouts, shape: StepShape) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 
 from models.layers import Remat
 from paravt_jax.checks import require_above, require_at_least, require_choices
-from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.protocol import Lengths
 from paravt_jax.method.rewards import RewardSettings
 from train.learn.optimizer import OptimizerSettings

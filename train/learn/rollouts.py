@@ -28,15 +28,9 @@ from jaxtyping import Int32
 
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason
-from paravt_jax.method.rewards import (
-    Rewards,
-    combine,
-    final_answer,
-    published_format,
-)
+from paravt_jax.method.rewards import Rewards, published_format, score_all, tool_gap
 from paravt_jax.processes import hosts
-from rollout.agent.episode import Environment
-from rollout.agent.scoring import executed_calls, seed_of, tool_gap
+from rollout.agent.episode import Environment, seed_of
 from rollout.engine.requests import Sampler
 from train.learn.in_flight import (
     EpisodeInFlight,
@@ -206,11 +200,8 @@ def score(actor: Actor, groups: Sequence[GroupInFlight], settings: RLSettings) -
 
 @functools.partial(jax.profiler.annotate_function, name="reward")
 def _rewards(actor: Actor, episodes: Sequence[Episode], settings: RLSettings) -> list[Rewards]:
-    items = [(episode.question, final_answer(episode.turns)) for episode in episodes]
-    return [
-        combine(episode.turns, r_acc, settings.rewards, settings.grpo.sequence_anchor)
-        for episode, r_acc in zip(episodes, actor.judge.scores(items), strict=True)
-    ]
+    played = [(episode.question, episode.turns) for episode in episodes]
+    return score_all(played, settings.rewards, actor.judge, settings.grpo.sequence_anchor)
 
 
 def virtual_times(trajectory_tokens: int) -> tuple[int, int]:
@@ -348,7 +339,7 @@ def _headline(episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> dict[s
     return {
         "accuracy": _mean([reward.accuracy for reward in rewards]),
         "compliance": _mean([reward.compliant for reward in rewards]),
-        "calls": _mean([executed_calls(episode) for episode in episodes]),
+        "calls": _mean([episode.executed_calls for episode in episodes]),
     }
 
 
@@ -359,7 +350,7 @@ def _tool_gap(episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> dict[s
     """
     figures = {
         "rollouts": float(len(episodes)),
-        "rollouts_with_calls": float(sum(executed_calls(episode) > 0 for episode in episodes)),
+        "rollouts_with_calls": float(sum(episode.executed_calls > 0 for episode in episodes)),
     }
     for name, values in (
         ("tool_gap", [reward.total for reward in rewards]),

@@ -27,7 +27,7 @@ from paravt_jax.checks import require_at_least, require_choices
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.loader import Pipeline
 from paravt_jax.method.conversations import Conversation
-from paravt_jax.method.grpo import masked_mean
+from paravt_jax.method.grpo.batch import masked_mean
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment
 from train.data import Data, pack_rows, row_stream

@@ -162,30 +162,24 @@ def normalise_tokens(
     Args:
         advantages: Advantages of all tokens.
         rewards: Normalised rewards, from which the advantages were made.
-        batch: The trained tokens, and the rollout of each row.
+        batch: The trained tokens.
         how: Whether mean and std are taken per group, over the batch, or not at all.
         epsilon: Added to the std.
     """
     mask = batch.trained
-    groups, group_size = rewards.shape
-    # members: the tokens of each group, [p, b, t]; or of the whole batch, [1, b, t].
-    members = mask[None]
-    if "group" in (how.mean, how.std):
-        group_of_row = batch.rollout // group_size
-        in_group = group_of_row[None, :, None] == jnp.arange(groups)[:, None, None]
-        members = in_group & members
-    values = jnp.broadcast_to(advantages[None], members.shape).reshape(len(members), -1)
-    members = members.reshape(len(members), -1)
+    # One row of values for each group, or one for the whole batch.
+    rows = len(rewards) if "group" in (how.mean, how.std) else 1
+    values = advantages.reshape(rows, -1)
+    members = mask.reshape(rows, -1)
     normed = jnp.where(
         varied(rewards, batch.valid, how.std),
         normalise(values, members, how, epsilon),
         normalise(values, members, how._replace(std="none")),
     )
-    # A token belongs to one group and is 0 in all others.
-    return normed.sum(0).reshape(mask.shape)
+    return normed.reshape(mask.shape)
 
 
-def advantages(
+def compute_advantages(
     batch: GRPOBatch, settings: GRPOSettings, gamma: float = 0.3, epsilon: float = EPSILON
 ) -> tuple[Float[Array, "b t"], Metrics]:
     """Compute the advantage of every token of a batch.
@@ -199,20 +193,13 @@ def advantages(
     Returns:
         Advantages, 0 outside the trained tokens, and metrics of the step.
     """
-    batch.check()
-    group_size = batch.rewards.shape[1]
-    if group_size != settings.group_size:
-        raise ValueError(
-            f"GRPOSettings.group_size: {settings.group_size}, but the batch has groups of "
-            f"{group_size}; make them equal"
-        )
     mask = batch.trained
     shaped = shape_rewards(batch.rewards, settings)
     of_rewards = NORMALISATIONS[settings.reward_normalisation]
     of_tokens = NORMALISATIONS[settings.advantage_normalisation]
     normed = normalise(shaped, batch.valid, of_rewards, epsilon)
     kl = kl_penalty(batch.behaviour, batch.reference, settings.kl_kind)
-    raw = token_advantages(batch.of_rows(normed), kl, mask, settings.kl_coefficient)
+    raw = token_advantages(normed.reshape(-1), kl, mask, settings.kl_coefficient)
     out = normalise_tokens(raw, normed, batch, of_tokens, epsilon)
     # After the normalisation, which would otherwise spread the credit over all tokens.
     if settings.anchor == "credit":

@@ -52,7 +52,7 @@ def structural_tokens(batch: GRPOBatch) -> tuple[Bool[Array, "b t"], Bool[Array,
     violation."""
     length = batch.mask.shape[1]
     is_tag = _is_tag(batch.structure)
-    compliant = batch.of_rows(batch.compliant)[:, None]
+    compliant = batch.compliant.reshape(-1, 1)
 
     def token_mask(selected: Bool[Array, "b s"]) -> Bool[Array, "b t"]:
         # A token that is part of two tags is selected twice.
@@ -80,7 +80,7 @@ def anchor_credit(
         weight: `GRPOSettings.anchor_weight`.
         gamma: Penalty for a violation.
     """
-    values = jnp.where(_is_tag(batch.structure), batch.of_rows(credit)[:, None], -gamma)
+    values = jnp.where(_is_tag(batch.structure), credit.reshape(-1, 1), -gamma)
     extra = structural_weights(batch.structure, weight * values, advantages.shape[1])
     return jnp.where(batch.trained, advantages + extra, advantages)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Num
 
 from paravt_jax.method.structure import Structure
 
@@ -23,21 +23,8 @@ Metrics = dict[str, Float[Array, ""]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GRPOBatch:
-    """One batch: p prompts with g rollouts each, and b rows of t tokens written by these rollouts.
+    """One batch: p prompts with g rollouts each, group by group in b = p * g rows of t tokens."""
 
-    `rollout` says which rollout a row belongs to.
-    """
-
-    mask: Bool[Array, "b t"]
-    """Generated tokens to train on. Log-probs of other tokens are ignored."""
-    behaviour: Float[Array, "b t"]
-    """Log-probs under the weights that sampled, as the engine computed them."""
-    reference: Float[Array, "b t"]
-    """Log-probs under the reference policy of the KL penalty."""
-    rollout: Int[Array, " b"]
-    """The rollout of each row, from 0 to p * g - 1."""
-    structure: Structure
-    """struct(o) of each row (`paravt_jax.method.structure`)."""
     rewards: Float[Array, "p g"]
     """`Rewards.total` of each rollout."""
     anchor_rewards: Float[Array, "p g"]
@@ -46,52 +33,25 @@ class GRPOBatch:
     """False for rollouts that do not count."""
     compliant: Bool[Array, "p g"]
     """`Rewards.compliant`: rollouts whose tags the anchor `likelihood` rewards."""
-    proximal: Float[Array, "b t"] | None = None
+    mask: Bool[Array, "p*g t"]
+    """Generated tokens to train on. Log-probs of other tokens are ignored."""
+    behaviour: Float[Array, "p*g t"]
+    """Log-probs under the weights that sampled, as the engine computed them."""
+    reference: Float[Array, "p*g t"]
+    """Log-probs under the reference policy of the KL penalty."""
+    structure: Structure
+    """struct(o) of each row (`paravt_jax.method.structure`)."""
+    proximal: Float[Array, "p*g t"] | None = None
     """Log-probs under the proximal policy, the weights at the start of the step; None in its first
     update, where they are the current ones."""
-    current: Bool[Array, "b t"] | None = None
+    current: Bool[Array, "p*g t"] | None = None
     """Tokens that the weights of the update drew; None: all of them. For the gaps between sampler
     and trainer only."""
 
     @property
     def trained(self) -> Bool[Array, "b t"]:
         """The generated tokens of valid rollouts."""
-        return self.mask & self.of_rows(self.valid)[:, None]
-
-    def check(self) -> None:
-        """Raise ValueError if two arrays disagree about rows, tokens or rollouts.
-
-        It reads shapes only, so it works under jit.
-        """
-        b, t = self.mask.shape
-        p, g = self.rewards.shape
-        s = self.structure.positions.shape[-1]
-        expected = {
-            "behaviour": (b, t),
-            "reference": (b, t),
-            "rollout": (b,),
-            "anchor_rewards": (p, g),
-            "valid": (p, g),
-            "compliant": (p, g),
-        }
-        for name in ("proximal", "current"):
-            if getattr(self, name) is not None:
-                expected[name] = (b, t)
-        shapes = {name: getattr(self, name).shape for name in expected}
-        for name, array in self.structure._asdict().items():
-            expected[f"structure.{name}"] = (b, s)
-            shapes[f"structure.{name}"] = array.shape
-        for name, shape in expected.items():
-            if shapes[name] != shape:
-                raise ValueError(
-                    f"GRPOBatch.{name}: shape {shapes[name]}; with mask {(b, t)} (rows, tokens) "
-                    f"and rewards {(p, g)} (prompts, rollouts of each) it has to be {shape}"
-                )
-
-    def of_rows(self, values: Num[Array, "p g"] | Bool[Array, "p g"]) -> Array:
-        """Expand values per rollout, [p, g], to values per row, [b]."""
-        # Rollouts are numbered group by group, as reshape orders them.
-        return values.reshape(-1)[self.rollout]
+        return self.mask & self.valid.reshape(-1, 1)
 
 
 class Totals(NamedTuple):

@@ -46,7 +46,6 @@ from paravt_jax.method.records import (
     StopReason,
 )
 from paravt_jax.method.rewards import Rewards, RewardSettings
-from paravt_jax.method.scoring import score
 from paravt_jax.method.structure import find_structure
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import Environment, EpisodeSettings, play, split_prompt
@@ -57,6 +56,7 @@ from rollout.engine.settings import EngineSizes
 from tests.rollout.conftest import Cut, Scripted
 from tests.rollout.engine.fire import GRAMMAR, Fuzzer, watch
 from tests.rollout.engine.reference import assert_nothing_held
+from tests.turns import score
 from train.learn.batch import Group, build, mismatches
 from train.learn.packing import MicrobatchShape, pack
 from train.learn.update import make_logprobs

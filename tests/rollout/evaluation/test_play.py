@@ -17,7 +17,6 @@ from paravt_jax.method.records import (
 )
 from paravt_jax.method.rewards import Rewards
 from rollout.agent.episode import EpisodeSettings
-from rollout.agent.scoring import executed_calls
 from rollout.evaluation.figures import summarise_setting
 from rollout.evaluation.play import (
     LeftOut,
@@ -81,7 +80,7 @@ def test_figures_are_the_mean_of_their_episodes(small_questions):
         Rewards(accuracy, 0, 0, 0, 0, compliant)
         for accuracy, compliant in ((1.0, True), (0.5, True), (0.0, False), (0.0, True))
     ]
-    assert [executed_calls(episode) for episode in episodes] == [2, 2, 0, 0]
+    assert [episode.executed_calls for episode in episodes] == [2, 2, 0, 0]
     outcomes = [
         Played(episode, reward, "A") for episode, reward in zip(episodes, earned, strict=True)
     ]
