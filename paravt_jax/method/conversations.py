@@ -15,6 +15,7 @@ import numpy as np
 from paravt_jax.method.parsing import rewrite_calls
 from paravt_jax.method.protocol import PINNED, Protocol, system_text
 from paravt_jax.method.records import Author, Frame, Segment, Trajectory
+from paravt_jax.method.wording import ANSWER_NOW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,6 @@ def render(
         dialect,
         [*protocol.tools.values()] if conversation.tools else (),
         video=any(not clip.still for clip in conversation.clips),
-        wording=protocol.wording,
     )
     opening = system + dialect.open("user")
     trajectory = Trajectory()
@@ -153,7 +153,7 @@ def _results(
             *_render_content(turn, protocol, protocol.cut, image_tokens),
             protocol.encode("\n</tool_response>"),
         ]
-    request = protocol.wording.answer_now if last else ""
+    request = ANSWER_NOW if last else ""
     pieces.append(protocol.encode(request + protocol.dialect.to_assistant))
     return _segment(pieces, Author.TOOL, turns)
 

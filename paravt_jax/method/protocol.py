@@ -42,14 +42,14 @@ import dataclasses
 import functools
 import importlib
 import json
-import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Int32
 
 from paravt_jax.checks import require_at_least, require_choices
+from paravt_jax.method import wording
 from paravt_jax.method.parsing import JSON_CALLS
 from paravt_jax.method.records import (
     Author,
@@ -61,7 +61,7 @@ from paravt_jax.method.records import (
 from paravt_jax.method.tokenizer import Dialect, Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.tool import Tool
-from paravt_jax.method.wording import OUR_WORDING, Prompt, Wording, fill
+from paravt_jax.method.wording import Prompt, fill
 
 # Tools of this project that are off by default, and so only imported if `tools` names them.
 _FURTHER_TOOLS = {"search_subtitles": "paravt_jax.method.tools.search_subtitles:SearchSubtitles"}
@@ -201,9 +201,8 @@ def system_text(
     tools: Sequence[Tool],
     prompt: Prompt = "agentic",
     video: bool = True,
-    wording: Wording = OUR_WORDING,
 ) -> str:
-    """Return the system turn; empty if the wording has none.
+    """Return the system turn.
 
     Args:
         dialect: The marks of a turn, and the form of a call.
@@ -211,50 +210,40 @@ def system_text(
         prompt: Which opening to use.
         video: False for conversations about pictures or text alone. The turn then states only the
             answer format and does not mention a video.
-        wording: The texts.
 
     Raises:
-        ValueError: `prompt` has no place for tools, or the wording has no such prompt.
+        ValueError: `prompt` has no place for tools.
     """
     if not video:
-        text = wording.system_pictures
+        text = wording.SYSTEM_PICTURES
     elif not tools:
-        text = _of_prompt(wording.system_alone, prompt)
-    elif prompt in ("direct", "reasoning"):
+        text = wording.SYSTEM_ALONE[prompt]
+    elif prompt not in wording.SYSTEM:
         raise ValueError(
             f"protocol.prompt: {prompt!r} offers no tools; use it with dispatch 'none'"
         )
     else:
         text = fill(
-            _of_prompt(wording.system, prompt),
+            wording.SYSTEM[prompt],
             hints="".join(f"{tool.hint}\n" for tool in tools),
             tools="\n".join(json.dumps(tool.schema) for tool in tools),
             request=dialect.calls.request,
         )
-    return f"{dialect.open('system')}{text}{dialect.end}\n" if text else ""
+    return f"{dialect.open('system')}{text}{dialect.end}\n"
 
 
-def _of_prompt(texts: Mapping[str, str], prompt: Prompt) -> str:
-    if prompt not in texts:
-        raise ValueError(
-            f"protocol.prompt: the wording has no system turn {prompt!r} of this kind; "
-            f"give one of {', '.join(texts) or 'another wording'}"
-        )
-    return texts[prompt]
-
-
-def question_text(
-    question: Question, wording: Wording = OUR_WORDING, filled: Callable[..., str] = fill
-) -> str:
+def question_text(question: Question, filled: Callable[..., str] = fill) -> str:
     """Return the text of a question in its prompt. Options of multiple choice are lines "A. ...".
 
-    `filled` fills in the wording's template, as `fill` or `Protocol.filled` do.
+    `filled` fills in the template, as `fill` or `Protocol.filled` do.
     """
     return filled(
-        wording.question[question.kind],
+        wording.QUESTION[question.kind],
         question=question.text,
-        options=wording.listed([option.strip() for option in question.options]),
-        video=pathlib.PurePosixPath(question.video).name,
+        options="".join(
+            fill(wording.OPTION, letter=chr(ord("A") + number), option=option.strip())
+            for number, option in enumerate(question.options)
+        ),
     )
 
 
@@ -267,16 +256,12 @@ class Protocol:
     Args:
         vocabulary: Encodes texts.
         settings: Prompts, tools and limits.
-        wording: The texts.
     """
 
-    def __init__(
-        self, vocabulary: Vocabulary, settings: ProtocolSettings, wording: Wording = OUR_WORDING
-    ):
+    def __init__(self, vocabulary: Vocabulary, settings: ProtocolSettings):
         self.vocabulary = vocabulary
         self.dialect = vocabulary.dialect
         self.settings = settings
-        self.wording = wording
         self.tools = {tool.name: tool for tool in settings.make_tools()}
         # Tags are special in all tokenizers, also where they take several tokens. Longest first: a
         # regular expression takes the first alternative that matches.
@@ -297,7 +282,7 @@ class Protocol:
     def system(self, tools: bool = True) -> str:
         """Return the system turn of this protocol's prompt; see `system_text`."""
         offered = [*self.tools.values()] if tools else ()
-        return system_text(self.dialect, offered, self.settings.prompt, wording=self.wording)
+        return system_text(self.dialect, offered, self.settings.prompt)
 
     def overview(
         self, frames: Sequence[Frame], image_tokens: int | Sequence[int], tools: bool = True
@@ -313,7 +298,7 @@ class Protocol:
     def question(self, question: Question) -> Segment:
         """Return the rest of the main agent's prompt: the question and the opening of the
         response."""
-        text = question_text(question, self.wording, self.filled)
+        text = question_text(question, self.filled)
         ids = [self.encode(text), self.encode(self.dialect.to_assistant)]
         return Segment(np.concatenate(ids), Author.PROMPT)
 
@@ -329,11 +314,11 @@ class Protocol:
         Args:
             frames: The frames.
             image_tokens: Visual tokens per frame.
-            window: Start and end of the window, in seconds, for wordings that mention them.
-            question: The main agent's question, for wordings that mention it.
+            window: Start and end of the window, in seconds, for a text that mentions them.
+            question: The main agent's question, for a text that mentions it.
         """
         start, end = (f"{time:.1f}" for time in window)
-        task = fill(self.wording.subagent, start=start, end=end, question=self.plain(question))
+        task = fill(wording.SUBAGENT, start=start, end=end, question=self.plain(question))
         shown = self._labelled_frames(self.dialect.open("user"), frames, image_tokens)
         ids = np.concatenate([shown, self.encode(task + self.dialect.to_assistant)])
         return Segment(ids, Author.PROMPT, frames=tuple(frames))
@@ -346,7 +331,7 @@ class Protocol:
     def window_text(self, count: int, window: tuple[float, float], note: str) -> str:
         """Return the text beside `count` frames of a window that the main agent sees itself."""
         start, end = (f"{time:.1f}" for time in window)
-        return fill(self.wording.window, count=str(count), start=start, end=end, note=note)
+        return fill(wording.WINDOW, count=str(count), start=start, end=end, note=note)
 
     def tool_results(
         self,
@@ -367,7 +352,7 @@ class Protocol:
         """
         close = "" if ended else self.dialect.end
         opening = f"{close}\n{self.dialect.open('user')}"
-        request = self.wording.answer_now if last else ""
+        request = wording.ANSWER_NOW if last else ""
         ending = f"{request}{self.dialect.to_assistant}"
         if not any(shown):
             bodies = "\n".join("".join(self._response(text)) for text in responses)

@@ -1,7 +1,6 @@
 """Every text that an agent reads, apart from its video, its question and what its tools find.
 
-`Protocol` renders a `Wording`. The default, `OUR_WORDING`, is what this project's agents are
-trained with.
+`Protocol` renders these texts, with which this project's agents are trained.
 
 A template is a text with placeholders such as `{question}`. Only lower-case names in braces are
 placeholders, so JSON can stand in a template as it is.
@@ -9,9 +8,7 @@ placeholders, so JSON can stand in a template as it is.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from paravt_jax.method.records import QuestionKind
@@ -19,42 +16,6 @@ from paravt_jax.method.records import QuestionKind
 Prompt = Literal["direct", "reasoning", "agentic", "agentic-minimal"]
 
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Wording:
-    """The texts and templates of one way to ask."""
-
-    system: Mapping[str, str]
-    """System turns that offer tools, by prompt. `{hints}` is one line per tool, which says when to
-    call it; `{tools}` is one line of JSON per tool, its schema; `{request}` says how the model's
-    family writes a call. An empty text is no system turn."""
-    system_alone: Mapping[str, str]
-    """System turns without tools, by prompt."""
-    system_pictures: str
-    """The system turn of conversations about pictures or text alone."""
-    question: Mapping[QuestionKind, str]
-    """A question in its prompt, by kind. `{options}` are the rendered options, `{video}` is the
-    file name of the video."""
-    option: str
-    """One option of multiple choice."""
-    subtitled: str
-    """A question's text with the subtitles of its video. `{subtitles}` has lines with times, each
-    with its end."""
-    subagent: str
-    """A sub-agent's task, after its frames. `{start}` and `{end}` are seconds of its window."""
-    answer_now: str
-    """The request for the answer, after the last turn with tools."""
-    window: str = "{count} frames.{note}"
-    """The text beside the frames of a window that the main agent sees itself. `{note}` is empty, or
-    says how the window differs from the call, after a space and in brackets."""
-
-    def listed(self, options: Sequence[str]) -> str:
-        """Return the options as the prompt lists them."""
-        return "".join(
-            fill(self.option, letter=chr(ord("A") + i), option=option)
-            for i, option in enumerate(options)
-        )
 
 
 def fill(template: str, **values: str) -> str:
@@ -77,26 +38,36 @@ _TOOLS = (
     "\n</tools>\n\n{request}"
 )
 
-OUR_WORDING = Wording(
-    system={
-        "agentic": f"{_TASK}{{hints}}{_FORM}{_TOOLS}",
-        "agentic-minimal": f"{_ANSWER.capitalize()}{_TOOLS}",
-    },
-    system_alone={
-        "direct": f"{_TASK}Do not think aloud: {_ANSWER}",
-        "reasoning": f"{_TASK}Think first, between <think> and </think>, then {_ANSWER}",
-        "agentic": f"{_TASK}{_FORM}",
-        "agentic-minimal": _ANSWER.capitalize(),
-    },
-    system_pictures=_FORM,
-    question={
-        QuestionKind.MULTIPLE_CHOICE: "\n{question}{options}",
-        QuestionKind.TEMPORAL_GROUNDING: "\n{question}",
-        QuestionKind.OPEN_ENDED: "\n{question}",
-    },
-    option="\n{letter}. {option}",
-    subtitled="What is said in the video:\n{subtitles}\n{question}",
-    subagent="\nSay in one short sentence what these frames show, with times in seconds.",
-    answer_now="\nNo more calls can be made. Give the final answer.",
-)
-"""The wording of this project."""
+SYSTEM = {
+    "agentic": f"{_TASK}{{hints}}{_FORM}{_TOOLS}",
+    "agentic-minimal": f"{_ANSWER.capitalize()}{_TOOLS}",
+}
+"""System turns that offer tools, by prompt. `{hints}` is one line per tool, which says when to call
+it; `{tools}` is one line of JSON per tool, its schema; `{request}` says how the model's family
+writes a call."""
+SYSTEM_ALONE = {
+    "direct": f"{_TASK}Do not think aloud: {_ANSWER}",
+    "reasoning": f"{_TASK}Think first, between <think> and </think>, then {_ANSWER}",
+    "agentic": f"{_TASK}{_FORM}",
+    "agentic-minimal": _ANSWER.capitalize(),
+}
+"""System turns without tools, by prompt."""
+SYSTEM_PICTURES = _FORM
+"""The system turn of conversations about pictures or text alone."""
+QUESTION = {
+    QuestionKind.MULTIPLE_CHOICE: "\n{question}{options}",
+    QuestionKind.TEMPORAL_GROUNDING: "\n{question}",
+    QuestionKind.OPEN_ENDED: "\n{question}",
+}
+"""A question in its prompt, by kind. `{options}` are the rendered options."""
+OPTION = "\n{letter}. {option}"
+"""One option of multiple choice."""
+SUBTITLED = "What is said in the video:\n{subtitles}\n{question}"
+"""A question's text with the subtitles of its video: lines with times, each with its end."""
+SUBAGENT = "\nSay in one short sentence what these frames show, with times in seconds."
+"""A sub-agent's task, after its frames."""
+ANSWER_NOW = "\nNo more calls can be made. Give the final answer."
+"""The request for the answer, after the last turn with tools."""
+WINDOW = "{count} frames.{note}"
+"""The text beside the frames of a window that the main agent sees itself. `{note}` is empty, or
+says how the window differs from the call, after a space and in brackets."""

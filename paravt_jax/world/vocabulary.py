@@ -16,7 +16,7 @@ from paravt_jax.method.protocol import ProtocolSettings, render_call, system_tex
 from paravt_jax.method.records import CropCall, FailedCall
 from paravt_jax.method.tokenizer import Dialect, Vocabulary, byte_characters
 from paravt_jax.method.tools.tool import Tool
-from paravt_jax.method.wording import OUR_WORDING
+from paravt_jax.method.wording import ANSWER_NOW, SUBAGENT
 from paravt_jax.world.text import PIECES
 
 # Log-probabilities of the unigram model, which picks the segmentation with the largest sum. Equal
@@ -43,8 +43,8 @@ def recurring_texts(tools: Sequence[Tool], dialect: Dialect) -> tuple[str, ...]:
     texts = [
         system_text(dialect, tools),
         system_text(dialect, ()),
-        OUR_WORDING.subagent,
-        OUR_WORDING.answer_now,
+        SUBAGENT,
+        ANSWER_NOW,
         dialect.to_assistant,
         dialect.open("user"),
         rewrite_calls(render_call(CropCall(0, 1)), dialect.calls),

@@ -21,7 +21,7 @@ from paravt_jax.method.judge import Judge
 from paravt_jax.method.parsing import BLOCKS, extract_answer, find_calls, first_think
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Episode, Question, Subtitle, Turn
-from paravt_jax.method.wording import Wording, fill
+from paravt_jax.method.wording import SUBTITLED, fill
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Sampler
@@ -135,7 +135,7 @@ class SplitPlayer:
         protocol = self.environment.protocol
         shown = fitting(entries, protocol, SUBTITLE_TOKENS)
         self._shown[question.id] = len(shown)
-        text = subtitled_text(shown, question.text, protocol.wording)
+        text = subtitled_text(shown, question.text)
         return dataclasses.replace(question, subtitles=tuple(entries), text=text)
 
     def _length(self, question: Question) -> int:
@@ -215,9 +215,9 @@ def final_text(turns: Sequence[Turn]) -> str | None:
     return _LOOSE_TAG.sub("", rest).strip() or None
 
 
-def subtitled_text(entries: Sequence[Subtitle], text: str, wording: Wording) -> str:
+def subtitled_text(entries: Sequence[Subtitle], text: str) -> str:
     """Put the video's subtitles before a question's text, one line per entry with its timestamp."""
     if not entries:
         return text
     lines = "".join(f"{entry.line}\n" for entry in entries)
-    return fill(wording.subtitled, subtitles=lines, question=text)
+    return fill(SUBTITLED, subtitles=lines, question=text)

@@ -147,7 +147,7 @@ def test_too_many_subtitles_are_thinned_evenly(player):
     assert shown[-1].start > 150
     gaps = {round(b.start - a.start) for a, b in zip(shown, shown[1:], strict=False)}
     assert max(gaps) - min(gaps) <= 1
-    assert len(protocol.vocabulary.encode(subtitled_text(shown, "", protocol.wording))) <= 400
+    assert len(protocol.vocabulary.encode(subtitled_text(shown, ""))) <= 400
 
 
 def test_a_refused_main_agent_leaves_its_question_out(player, items):
