@@ -103,7 +103,7 @@ class FileRead(NamedTuple):
     """Frames of a file that are being read."""
 
     video: str
-    rules: PixelRules
+    rules: PixelRules | None
     stamp: Stamp | None
     future: Future[ReadFrames]
 
@@ -222,41 +222,34 @@ class VideoFiles:
 
     # --- reads ---
 
-    def read(self, name: str, wanted: Wanted, rules: PixelRules | None = None) -> FileRead:
+    def read(self, name: str, wanted: Wanted, crop: bool = False) -> FileRead:
         """Begin to read a file, unless somebody waits for the very same frames.
-
-        Args:
-            name: The video.
-            wanted: The frames.
-            rules: How the frames are resized; None: as those of an overview.
-        """
-        rules = rules or self.settings.rules(self._vision)
-        task = self._task(name, wanted, rules)
-        stamp = self.stamp(name)
-        future = self._futures.get((stamp, task))
-        if future is None:
-            future = self._futures[stamp, task] = self.source.request(task)
-        return FileRead(name, rules, stamp, future)
-
-    def ahead(self, name: str, wanted: Wanted, crop: bool = False) -> None:
-        """Read frames that will be asked for. A file that cannot be read is no error before that.
 
         Args:
             name: The video.
             wanted: The frames.
             crop: Whether a crop shows them.
         """
-        with contextlib.suppress(VideoError):
-            rules = self.settings.rules(self._vision, crop)
-            self.source.ahead(self._task(name, wanted, rules))
+        task = self._task(name, wanted, crop)
+        stamp = self.stamp(name)
+        future = self._futures.get((stamp, task))
+        if future is None:
+            future = self._futures[stamp, task] = self.source.request(task)
+        return FileRead(name, task.rules, stamp, future)
 
-    def _task(self, name: str, wanted: Wanted, rules: PixelRules) -> ReadTask:
+    def ahead(self, name: str, wanted: Wanted, crop: bool = False) -> None:
+        """Read what `read` will ask for. A file that cannot be read is no error before that."""
+        with contextlib.suppress(VideoError):
+            self.source.ahead(self._task(name, wanted, crop))
+
+    def _task(self, name: str, wanted: Wanted, crop: bool) -> ReadTask:
+        rules = self.settings.rules(self._vision, crop)
         return ReadTask(str(join(self.root, name)), wanted, rules, self.settings.batch)
 
     def read_frames(self, frames: Sequence[Frame]) -> FileRead:
         """Begin to read frames of one kind, with the others that are encoded with them."""
         wanted = tuple(frame.index for frame in self.encoded_with(frames))
-        return self.read(frames[0].video, wanted, self.rules(frames[0]))
+        return self.read(frames[0].video, wanted, frames[0].crop)
 
     def encoded_with(self, frames: Sequence[Frame]) -> Sequence[Frame]:
         """Return the frames that are encoded if some of one kind are missing."""
