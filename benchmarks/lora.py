@@ -31,7 +31,6 @@ from models.sharding import make_mesh
 from paravt_extras.fit import total_bytes
 from paravt_extras.plan import PlannedModel, rl_step
 from paravt_extras.report.discovery import greedy
-from paravt_extras.report.result import read_result
 from paravt_extras.studies.paradox import Command, Figures, write
 from paravt_extras.summary import SummaryLine
 from paravt_jax.data.stored import write_atomically
@@ -42,6 +41,7 @@ from train.learn.optimizer import OptimizerSettings
 from train.learn.rl import Learner
 from train.model import first_model, take_apart
 from train.prepare import prepare
+from train.result import read_result
 from train.run import execute, resolved
 from train.settings import Run, change
 

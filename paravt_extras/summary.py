@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from paravt_extras.markdown import table_of_figures
-from paravt_extras.report.result import read_result
 from paravt_jax.processes.exit_codes import run_command
 from train.durable.run_folder import read_config
+from train.result import read_result
 
 Result = dict[str, Any]
 

@@ -11,7 +11,7 @@ _USAGE = 2  # the exit code of argparse and tyro for a wrong command line
 
 # The command behind each word, as `python -m` takes it, and what it does.
 _COMMANDS = {
-    "run": ("train.run", "train a recipe from data to report, or resume that"),
+    "run": ("train.run", "train a recipe from data to model, or resume that"),
     "check": ("train.run --check", "list what a run needs and what is missing"),
     "prepare": ("train.prepare", "download and prepare the published data of a recipe"),
     "ask": ("rollout.ask", "answer a question about a video"),
@@ -22,7 +22,7 @@ _COMMANDS = {
     "plan": ("paravt_extras.plan", "compile a recipe for a TPU slice, to see if it fits"),
     "scenes": ("paravt_extras.scenes", "draw videos with questions, to try a real model"),
     "download": ("paravt_extras.download", "download the questions and videos of a split"),
-    "report": ("paravt_extras.report", "write the pages of a run anew"),
+    "report": ("paravt_extras.report", "write the page of a run: curves, tables, episodes"),
 }
 
 

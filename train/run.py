@@ -1,8 +1,8 @@
 """The training command: `python -m train.run --config=NAME [--field value ...]`.
 
-A run is a sequence of phases: prepare, align, cold start, evaluate, reinforce, evaluate, export,
-report. Wrong settings are reported before any device work. Ctrl-C and SIGTERM stop a run
-after it has saved its progress; the same command continues it.
+A run is a sequence of phases: prepare, align, cold start, evaluate, reinforce, evaluate, export.
+Wrong settings are reported before any device work. Ctrl-C and SIGTERM stop a run after it has saved
+its progress; the same command continues it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from models.model import VisionLanguageModel
 from models.sharding import make_mesh
 from paravt_extras.check import as_text, check, require_ready
 from paravt_extras.fit import fit
-from paravt_extras.report.page import final_report
 from paravt_extras.slices import found_devices
 from paravt_jax.data.any_path import is_bucket
 from paravt_jax.data.frame_reader import FrameReader
@@ -58,6 +57,7 @@ from train.learn.sft import SFTBatches
 from train.model import first_model, require_model, take_apart
 from train.model_folder import export_run
 from train.prepare import note_unreadable, prepare
+from train.result import write_result
 from train.rl import train_rl
 from train.settings import Run
 from train.sft import train_sft
@@ -102,7 +102,7 @@ def execute(
             `train.prepare.prepare`.
 
     Returns:
-        The path of the report.
+        The folder of the run's files.
 
     Raises:
         Stopped: If `interrupts` noticed a signal.
@@ -164,7 +164,10 @@ def execute(
             del learner
         evaluator.evaluate(weights, "after")
         export_run(run, home.folder, parts, weights)
-        return final_report(run, home.folder, data.root)
+        with hosts.one_after_another():
+            if hosts.is_first():
+                write_result(home.folder, run.name, run.seed, data.root)
+        return home.folder
 
 
 def _run_folder(run: Run) -> RunFolder:
@@ -242,7 +245,7 @@ def _show(run: Run, topology: str) -> int:
 
 
 def train(run: Run, prepared: Callable[[Run], Run] = lambda run: run) -> int:
-    """Run every unfinished phase, and say where the report is.
+    """Run every unfinished phase, and say how to see the result.
 
     Args:
         run: The settings.
@@ -257,9 +260,9 @@ def train(run: Run, prepared: Callable[[Run], Run] = lambda run: run) -> int:
     with Interrupts() as interrupts, cluster.ending_with_the_others():
         run = prepared(run)
         require_ready(run, resolved(run), _run_folder(run))
-        report = execute(run, interrupts)
+        execute(run, interrupts)
     seconds = tqdm.format_interval(time.monotonic() - begin)
-    print(f"done in {seconds}; see {_run_folder(run).in_words(str(report))}")
+    print(f"done in {seconds}; for its page: paravt report {_run_folder(run).shown}")
     return 0
 
 

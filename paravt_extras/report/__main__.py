@@ -1,34 +1,42 @@
-"""Writes the page of a run anew: `python -m paravt_extras.report RUN_DIR`."""
+"""Writes the page of a run: `python -m paravt_extras.report RUN_DIR`.
+
+The run may be finished or going on, in a folder or in a bucket. The page is `RUN_DIR/report.html`.
+"""
 
 from __future__ import annotations
 
 import argparse
-import pathlib
-import sys
 
 from paravt_extras.report.page import write_report
-from paravt_jax.data.any_path import require_local
-from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
+from paravt_jax.data.any_path import any_path, is_bucket, require_folder_or_bucket
+from paravt_jax.processes.exit_codes import run_command
+from train.durable.bucket import named_errors
+from train.durable.run_folder import is_shared, small_files
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    prog = "python -m paravt_extras.report"
-    parser = argparse.ArgumentParser(prog=prog, description="Writes the page of a run anew.")
-    parser.add_argument("run_dir", help="local directory of a run, such as runs/mine")
+    parser = argparse.ArgumentParser(
+        prog="python -m paravt_extras.report", description="Writes the page of a run."
+    )
+    parser.add_argument("run_dir", help="directory of a run, such as runs/mine or gs://bucket/run")
     run_dir = parser.parse_args(argv).run_dir
-    try:
-        require_local("run_dir", run_dir)
-        if not (pathlib.Path(run_dir) / "config.json").exists():
+    return run_command(lambda: write_page(run_dir))
+
+
+def write_page(run_dir: str) -> None:
+    """Write report.html into the directory of a run, which may be in a bucket."""
+    require_folder_or_bucket("run_dir", run_dir)
+    with small_files(run_dir, is_shared) as folder:
+        if not (folder / "config.json").exists():
             raise ValueError(
                 f"run_dir = {run_dir}: has no config.json; give the directory of a run"
             )
-        print(f"written: {write_report(run_dir)}")
-    # DamagedFileError is a ValueError.
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
-    return 0
+        page = write_report(folder)
+        if is_bucket(run_dir):
+            with named_errors(run_dir):
+                (any_path(run_dir) / page.name).write_bytes(page.read_bytes())
+    print(f"written: {run_dir.rstrip('/')}/{page.name}")
 
 
 if __name__ == "__main__":

@@ -26,13 +26,11 @@ from models.family import REHEARSAL
 from paravt_extras.report.chart import Point, line_chart, lines_chart
 from paravt_extras.report.claim import claim_charts, is_shown
 from paravt_extras.report.discovery import group_table, learning_curves
-from paravt_extras.report.result import collect_episodes, read_result, result_so_far
 from paravt_jax.data.stored import read_checked_json, write_atomically
-from paravt_jax.processes import hosts
 from rollout.report.episode_card import episode_card
 from rollout.report.templates import environment, number
 from train.durable.metrics import PHASE_TITLES, read_jsonl, read_metrics
-from train.settings import Run
+from train.result import read_result, result_so_far
 
 Record = dict[str, Any]
 EPISODES = 21
@@ -123,26 +121,6 @@ def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
     )
     write_atomically(root / "report.html", text)
     return root / "report.html"
-
-
-def final_report(run: Run, folder: pathlib.Path, videos: pathlib.Path) -> pathlib.Path:
-    """Write result.json, episodes.jsonl and report.html.
-
-    Args:
-        run: The settings.
-        folder: The run's folder.
-        videos: The folder that the names of videos are relative to.
-
-    Returns:
-        The path of report.html.
-    """
-    with hosts.one_after_another():
-        if hosts.is_first():
-            result = {"name": run.name, "seed": run.seed} | result_so_far(folder)
-            write_atomically(folder / "result.json", json.dumps(result, indent=1))
-            collect_episodes(folder, videos)
-            write_report(folder)
-    return folder / "report.html"
 
 
 class _Model(TypedDict):

@@ -18,6 +18,7 @@ import pytest
 
 import train.export
 import train.run
+from paravt_extras.report import __main__ as report
 from paravt_jax.processes.exit_codes import LOST
 from train.durable.metrics import MEASURED, read_metrics
 
@@ -132,7 +133,7 @@ def test_a_run_equals_one_on_a_disk(store, machine, start, whole, tmp_path, caps
     store.flip(largest)
 
     assert train.run.main(command(address)) == 0
-    assert f"see {address}/report.html" in capsys.readouterr().out
+    assert f"paravt report {address}" in capsys.readouterr().out
     lines = figures(store.read("runs/equal/metrics.jsonl"), tmp_path)
     assert lines == figures((whole / "metrics.jsonl").read_bytes(), tmp_path)
     weights = store.read("runs/equal/model/model.safetensors")
@@ -142,6 +143,8 @@ def test_a_run_equals_one_on_a_disk(store, machine, start, whole, tmp_path, caps
     for name in ("before", "after", "curve"):
         assert ours[name] == theirs[name]
     assert "runs/equal/in-use.txt" not in store.names("runs/equal/")
+    assert report.main([address]) == 0
+    assert b"<svg" in store.read("runs/equal/report.html")
 
     for target in (str(tmp_path / "model"), "gs://bucket/exported"):
         assert train.export.main(["--run-dir", address, "--to", target]) == 0

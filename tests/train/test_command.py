@@ -112,7 +112,7 @@ def test_the_pages_of_a_run_are_written_anew(start, tmp_path, capsys):
     page.write_text("old")
     assert start("report", "mine") == 0
     assert page.read_text() != "old"
-    assert str(page) in capsys.readouterr().out
+    assert "mine/report.html" in capsys.readouterr().out
 
 
 def test_a_report_of_a_folder_without_a_run_is_refused(start, tmp_path, capsys):

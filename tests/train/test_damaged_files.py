@@ -10,18 +10,17 @@ import pytest
 
 from paravt_extras.report import __main__ as report
 from paravt_extras.report.page import write_report
-from paravt_extras.report.result import checks, judged, read_curve, read_evaluation, read_result
 from paravt_extras.summary import main as summarise
 from paravt_jax.data.stored import DamagedFileError
 from train.durable.metrics import MetricsWriter, read_metrics
+from train.result import read_result, result_so_far
 
 Read = Callable[[pathlib.Path], object]
 
 OTHER = ("[]", "{}", "3", "null", '{"rows": 3', '"text"', "")
 READERS: list[tuple[str, Read]] = [
-    ("evaluation/before-4.json", lambda run: read_evaluation(run, "before")),
-    ("evaluation/curve-000020-4.json", read_curve),
-    ("evaluation/after-4.json", judged),
+    ("evaluation/before-4.json", result_so_far),
+    ("evaluation/curve-000020-4.json", result_so_far),
     ("result.json", read_result),
     ("result.json", write_report),
 ]
@@ -58,7 +57,7 @@ def test_a_damaged_line_of_the_metrics_is_named(tmp_path, line):
     writer = MetricsWriter(tmp_path)
     for read in (
         lambda: read_metrics(file),
-        lambda: checks(tmp_path),
+        lambda: result_so_far(tmp_path),
         lambda: writer.truncate("rl", 1),
     ):
         with pytest.raises(DamagedFileError, match=r"metrics\.jsonl, line 2: damaged: .*restore"):

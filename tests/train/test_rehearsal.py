@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
 
 from benchmarks.hub import Hub
@@ -12,6 +10,7 @@ from benchmarks.rehearsal import MODEL, RUN, Machine, finish
 from configs import RECIPES
 from configs.paravt_tiny import paravt_tiny
 from paravt_extras.rehearsal import cut
+from paravt_extras.report.page import write_report
 from train.durable.metrics import read_metrics
 
 
@@ -65,4 +64,4 @@ def test_the_literal_command_ends_with_a_report(assets, tmp_path):
         finish(Machine(str(tokenizer), arguments=FEW), home, variables)
     steps = [(line["phase"], line["step"]) for line in read_metrics(home / RUN / "metrics.jsonl")]
     assert steps == [("sft", 1), ("rl", 1)]
-    assert "A rehearsal:" in pathlib.Path(home / RUN / "report.html").read_text()
+    assert "A rehearsal:" in write_report(home / RUN).read_text()

@@ -412,14 +412,13 @@ def unfinished_run(folder, last_step=20):
     for k in (4, 16, 64):
         before = [entry for entry in result["before"] if entry["k"] == k]
         greedy = [entry for entry in before if not entry["temperature"]][:1]
-        for name, content in (
-            ("before", before),
-            ("curve-000008", greedy),
-            ("curve-000016", greedy),
+        for name, phase, step, rows in (
+            ("before", "sft", 1, before),
+            ("curve-000008", "rl", 8, greedy),
+            ("curve-000016", "rl", 16, greedy),
         ):
-            file = folder / "evaluation" / f"{name}-{k}.json"
-            stored = {"phase": "sft", "step": 1, "rows": content, "episodes": []}
-            write_checked_json(file, stored)
+            content = {"phase": phase, "step": step, "rows": rows, "episodes": []}
+            write_checked_json(folder / "evaluation" / f"{name}-{k}.json", content)
     return folder
 
 

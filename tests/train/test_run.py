@@ -21,6 +21,7 @@ import train.run
 from benchmarks.killing import kill_again_and_again
 from models.qwen3_vl.dialect import DIALECT
 from models.weights.hf import load
+from paravt_extras.report.page import write_report
 from paravt_extras.studies import paradox
 from paravt_jax.data import tokenizer_file
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -144,7 +145,7 @@ def test_episodes_are_kept_and_shown_in_the_report(finished):
     turns = [turn for episode in trained for turn in episode["turns"]]
     tokens = [token for turn in turns for token in turn["tokens"] if token["kind"]]
     assert tokens and all(isinstance(token["credit"], float) for token in tokens)
-    report = (finished / "report.html").read_text()
+    report = write_report(finished).read_text()
     assert episodes[0]["question"]["text"] in report
     assert "<svg" in report
 

@@ -150,7 +150,7 @@ class RunFolder:
     def pull(self) -> None:
         """Fetch the files of the first process on the other processes."""
         if self._in_bucket and not hosts.is_first():
-            self._files.pull(_is_read)
+            self._files.pull(is_shared)
 
     def in_words(self, text: str) -> str:
         """Return a message with the paths that the user knows."""
@@ -253,7 +253,8 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _is_read(name: str) -> bool:
+def is_shared(name: str) -> bool:
+    """Return whether all processes of a run read a file: all but those of an exported model."""
     return not name.startswith(_EXPORTS)
 
 

@@ -37,8 +37,8 @@ from train.durable.metrics import (
 )
 from train.durable.run_folder import RunFolder, RunFolderError, identity
 from train.durable.usage import Usage
-from train.evaluation_file import forget_after
 from train.learn.packing import GroupLengths
+from train.result import forget_after
 
 T = TypeVar("T")
 
