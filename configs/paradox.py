@@ -1,15 +1,10 @@
-"""The paper's paradox in miniature.
+"""The paper's paradox in miniature: a cold start with a strong tool prior, and PARA-GRPO from it.
 
-`ARMS` are the four columns of the paper's ablation. All train from the same cold start, which has a
-strong tool prior. `WEAK_PRIOR` makes it weak, for the paper's comparison of two models.
+`paravt_extras.studies.paradox` compares it with the other columns of the paper's ablation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from configs.ablations import UNANCHORED, UNGATED
 from configs.paravt_tiny import paravt_tiny
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.world.text import TextSettings
@@ -59,18 +54,3 @@ def paradox_tiny() -> Run:
         "rl.rewards": rewards,
     }
     return change(paravt_tiny(), "paradox_tiny", changes)
-
-
-# A weak prior: at most one demonstration in ten calls, and no call leaks.
-WEAK_PRIOR: Mapping[str, Any] = {
-    "text.look": 0.12,
-    "text.look_when_shown": 0.04,
-    "text.leak": 0.0,
-}
-# The paper's columns, each with its changes, as in `configs.ablations`.
-ARMS: dict[str, Mapping[str, Any]] = {
-    "GRPO": UNGATED | UNANCHORED,
-    "+ exploration anchoring": UNGATED,
-    "+ nFrames gating": UNANCHORED,
-    "PARA-GRPO": {},
-}

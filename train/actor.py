@@ -34,8 +34,6 @@ class EngineActor(TrainedActor):
     sampler: Engine
     sizes: tuple[tuple[int, int], ...] = ()
     """(height, width) of the videos, in pixels."""
-    remote: RemoteJudge | None = None
-    """The judge, if it is a model."""
 
     def compile(self, further: Iterable[Lowering] = ()) -> None:
         """Compile `further` programs, and those of the sampler and of the vision tower."""
@@ -99,4 +97,4 @@ def open_actor(
     engine = Engine(model, environment.features, run.engine_sizes)
     engine.sleep()
     drop_weights(model)
-    return EngineActor(engine, environment, judge or Rules(), sync, data.sizes, judge)
+    return EngineActor(engine, environment, judge or Rules(), sync, data.sizes)

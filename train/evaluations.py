@@ -16,6 +16,7 @@ from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
+from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
 from rollout.evaluation.figures import summarise_setting
@@ -139,7 +140,7 @@ class Evaluator:
         actor.sampler.forget()
         content: dict[str, Any] = {"phase": evaluation.phase, "step": evaluation.step}
         content |= {"rows": [], "seconds": [], "episodes": []}
-        if actor.remote is not None:
+        if isinstance(actor.judge, RemoteJudge):
             content["judge"] = collections.Counter()
         for setting in [setting for setting in evaluation.settings if setting.frames == k]:
             self.home.interrupts.check(
@@ -157,8 +158,8 @@ class Evaluator:
                     | transcript(each.episode, each.rewards, setting, self.data.vocabulary)
                     for each in played[:_TRANSCRIPTS]
                 ]
-            if actor.remote is not None:
-                for counts in hosts.gather(actor.remote.counts):
+            if isinstance(actor.judge, RemoteJudge):
+                for counts in hosts.gather(actor.judge.counts):
                     content["judge"].update(counts)
         return content
 

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.config import ModelConfig, VisionConfig
+from models.config import ModelConfig
 from models.family import family_of
 from models.features import FrameSettings
 from models.lora import merge_adapters
@@ -107,34 +107,22 @@ def copy_tokenizer(source: str, target: pathlib.Path) -> None:
 def _processor_files(config: ModelConfig, frames: FrameSettings) -> dict[str, str]:
     """Return the contents of the chat template and the processors' settings, by file name."""
     family = family_of(config)
-    names = family.processor
+    vision = config.vision
     longest = max(frames.max_pixels, frames.crop_max_pixels)
-    image_pixels = {"shortest_edge": frames.min_pixels, "longest_edge": longest}
-    video_pixels = {**image_pixels, "longest_edge": family.limited_frames * longest}
-    image = {
-        "image_processor_type": names["image_processor"],
-        "processor_class": names["processor"],
-        "size": image_pixels,
-        **_patches(config.vision),
-    }
-    video = {
-        "video_processor_type": names["video_processor"],
-        "processor_class": names["processor"],
-        "size": video_pixels,
-        **_patches(config.vision),
-    }
-    return {
-        "chat_template.jinja": family.dialect.chat_template,
-        "preprocessor_config.json": json.dumps(image, indent=2) + "\n",
-        "video_preprocessor_config.json": json.dumps(video, indent=2) + "\n",
-    }
-
-
-def _patches(vision: VisionConfig) -> dict[str, int | list[float]]:
-    return {
-        "patch_size": vision.patch_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "merge_size": vision.spatial_merge_size,
-        "image_mean": list(vision.pixel_mean),
-        "image_std": list(vision.pixel_std),
-    }
+    files = {"chat_template.jinja": family.dialect.chat_template}
+    for kind, name, most_pixels in (
+        ("image", "preprocessor_config.json", longest),
+        ("video", "video_preprocessor_config.json", family.limited_frames * longest),
+    ):
+        content = {
+            f"{kind}_processor_type": family.processor[f"{kind}_processor"],
+            "processor_class": family.processor["processor"],
+            "size": {"shortest_edge": frames.min_pixels, "longest_edge": most_pixels},
+            "patch_size": vision.patch_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "merge_size": vision.spatial_merge_size,
+            "image_mean": list(vision.pixel_mean),
+            "image_std": list(vision.pixel_std),
+        }
+        files[name] = json.dumps(content, indent=2) + "\n"
+    return files

@@ -82,14 +82,10 @@ def prepare(
     """
     if run.data is not None:
         return _prepare_examples(run, run.data, folder, check, questions)
-    if questions is not None:
+    if questions is not None or run.world is None or run.text is None:
         raise ValueError(
-            f"{run.name}: data is not set; "
-            "your own questions need data.media, the folder of their videos"
-        )
-    if run.world is None or run.text is None:
-        raise ValueError(
-            f"{run.name}: neither data nor world is set; use a recipe with one of them"
+            f"{run.name}: data is not set; your own questions need data.media, the folder of their "
+            "videos, and a run without them needs data or the small world"
         )
     return _prepare_world(run, run.world, run.text, folder, check)
 

@@ -27,7 +27,8 @@ from matplotlib.figure import Figure
 from matplotlib.typing import RcKeyType
 
 import train.run
-from configs.paradox import ARMS, WEAK_PRIOR, paradox_tiny
+from configs.ablations import UNANCHORED, UNGATED
+from configs.paradox import paradox_tiny
 from paravt_extras import markdown
 from paravt_extras.report.chart import moving_mean
 from paravt_extras.report.claim import (
@@ -50,6 +51,19 @@ Figures = dict[str, float | None]
 """Figures of a run, by the name of their line; None: not measured."""
 Points = Sequence[tuple[float, float | None]]
 
+# A weak prior: at most one demonstration in ten calls, and no call leaks.
+WEAK_PRIOR: Mapping[str, Any] = {
+    "text.look": 0.12,
+    "text.look_when_shown": 0.04,
+    "text.leak": 0.0,
+}
+# The columns of the paper's ablation, each with its changes.
+ARMS: dict[str, Mapping[str, Any]] = {
+    "GRPO": UNGATED | UNANCHORED,
+    "+ exploration anchoring": UNGATED,
+    "+ nFrames gating": UNANCHORED,
+    "PARA-GRPO": {},
+}
 COLD_START = "cold start"
 MEASURES = {"accuracy": "accuracy", "compliance": "compliance", "calls": "κ"}
 # The steps at the end of training over which its rollouts are averaged.

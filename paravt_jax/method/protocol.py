@@ -302,36 +302,21 @@ class Protocol:
         ids = [self.encode(text), self.encode(self.dialect.to_assistant)]
         return Segment(np.concatenate(ids), Author.PROMPT)
 
-    def window(
-        self,
-        frames: Sequence[Frame],
-        image_tokens: int | Sequence[int],
-        window: tuple[float, float] = (0.0, 0.0),
-        question: str = "",
-    ) -> Segment:
+    def window(self, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> Segment:
         """Return a sub-agent's whole prompt: the frames of its window and its task.
 
         Args:
             frames: The frames.
             image_tokens: Visual tokens per frame.
-            window: Start and end of the window, in seconds, for a text that mentions them.
-            question: The main agent's question, for a text that mentions it.
         """
-        start, end = (f"{time:.1f}" for time in window)
-        task = fill(wording.SUBAGENT, start=start, end=end, question=self.plain(question))
         shown = self._labelled_frames(self.dialect.open("user"), frames, image_tokens)
-        ids = np.concatenate([shown, self.encode(task + self.dialect.to_assistant)])
+        ids = np.concatenate([shown, self.encode(wording.SUBAGENT + self.dialect.to_assistant)])
         return Segment(ids, Author.PROMPT, frames=tuple(frames))
 
     @functools.cached_property
     def pinned(self) -> Segment:
         """`<think>`, which opens every response of the main agent; empty without pin_think."""
         return Segment(self.encode(PINNED if self.settings.pin_think else ""), Author.PINNED)
-
-    def window_text(self, count: int, window: tuple[float, float], note: str) -> str:
-        """Return the text beside `count` frames of a window that the main agent sees itself."""
-        start, end = (f"{time:.1f}" for time in window)
-        return fill(wording.WINDOW, count=str(count), start=start, end=end, note=note)
 
     def tool_results(
         self,

@@ -264,12 +264,20 @@ def _choice(body: bytes) -> Choice:
     try:
         choice = json.loads(body)["choices"][0]
         message = choice["message"]
-        content = message.get("content")
-        text = content if isinstance(content, str) else None
+        text = _joined(message.get("content"))
         parsed = any(map(message.get, ("reasoning_content", "reasoning", "tool_calls")))
         return Choice(text, choice.get("finish_reason"), choice.get("stop_reason"), parsed)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UnusableReply("the reply is not a complete chat completion") from error
+
+
+def _joined(content: Any) -> str | None:
+    """Return a content's text, which may be a list of items; None if it has none."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    items = [item for item in content if isinstance(item, dict) and item.get("type") == "text"]
+    texts = [item["text"] for item in items if isinstance(item.get("text"), str)]
+    return "".join(texts) if texts else None
 
 
 def _server_message(body: bytes, key: str) -> str:

@@ -23,6 +23,7 @@ from jaxtyping import Int32
 from models.features import FrameFeatures, ShownFrames
 from paravt_jax.checks import require_at_least, require_choices
 from paravt_jax.data.frames import VideoError
+from paravt_jax.method import wording
 from paravt_jax.method.parsing import extract_answer, parse_calls
 from paravt_jax.method.protocol import VIDEO_NAME, Protocol
 from paravt_jax.method.records import (
@@ -42,6 +43,7 @@ from paravt_jax.method.records import (
 )
 from paravt_jax.method.tools.crop_video import CROP_FPS, resolve_window
 from paravt_jax.method.tools.tool import Look, Video
+from paravt_jax.method.wording import fill
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, together
 
 Dispatch = Literal["parallel", "sequential", "none", "frames"]
@@ -370,12 +372,9 @@ async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> Ca
     note = f" ({reason})" if reason else ""
     if state.settings.dispatch == "frames":
         state.shown.append(shown)
-        text = state.protocol.window_text(len(shown.frames), (window.start, window.end), note)
+        text = fill(wording.WINDOW, count=str(len(shown.frames)), note=note)
         return CallOutcome(recorded, status, text, frames=shown.frames)
-    tokens = features.tokens(shown.frames[0])
-    prompt = state.protocol.window(
-        shown.frames, tokens, (window.start, window.end), state.question.text
-    )
+    prompt = state.protocol.window(shown.frames, features.tokens(shown.frames[0]))
     subagent = Trajectory((prompt,))
     sample = await _ask_subagent(state, subagent, number)
     # The response is only the note on the window until the report is added.

@@ -127,6 +127,11 @@ def test_a_redirect_is_not_followed():
 # What comes back.
 
 
+def test_a_content_in_parts_is_the_text_of_its_text_parts():
+    parts = [{"type": "thinking", "thinking": "no"}, {"type": "text", "text": "1"}]
+    assert ask([says(parts)]).answer == "1"
+
+
 NONSENSE = {
     "deep": Reply(b"[" * 60_000),
     "no choices": Reply(b'{"choices": []}'),

@@ -63,7 +63,7 @@ def evaluated(road, small, monkeypatch):
 
     def scripted(run, data, parts, environment, weights, judge=None) -> EngineActor:
         scores = judge or Rules()
-        return EngineActor(Script(), road.environment, scores, NoSync(), remote=judge)
+        return EngineActor(Script(), road.environment, scores, NoSync())
 
     def untrained(parts, weights, batches, saver) -> Any:
         """The cold start without a step."""

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import pytest
 
-from configs.paradox import ARMS
 from paravt_extras.studies import paradox
-from paravt_extras.studies.paradox import COLD_START, Paradox
+from paravt_extras.studies.paradox import ARMS, COLD_START, Paradox
 from train.durable.interrupts import Interrupts
 from train.durable.run_folder import claim_folder
 from train.run import resolved
