@@ -75,5 +75,5 @@ def test_a_limit_that_is_too_small_for_the_worlds_questions_is_refused_before_re
 
 
 def test_a_recipe_without_data_is_refused(road, tmp_path):
-    with pytest.raises(ValueError, match="data nor world"):
+    with pytest.raises(ValueError, match="needs data or the small world"):
         prepare(dataclasses.replace(road.run, world=None, text=None), tmp_path)
