@@ -563,7 +563,7 @@ def main(argv: list[str] | None = None) -> int:
     devices = found_devices()
     try:
         if devices.platform == "cpu" and run.model.size != "tiny":
-            slices = ", ".join(smallest_slices(run))
+            slices = ", ".join(smallest_slices(run)) or "none that is known"
             raise ValueError(f"{run.name} needs a GPU or a TPU, such as one of {slices}")
         require_type("model.dtype", run.model.dtype)
         print(f"{run.name} fits {devices.name}: {fit(run, devices).describe()}")

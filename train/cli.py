@@ -31,7 +31,7 @@ def parse(
     Args:
         argv: The arguments, without the program's name.
         recipes: Functions that return a frozen dataclass, by recipe name.
-        prog: The command without the script `paravt`, to show in help and error messages.
+        prog: The command, to show in help and error messages.
 
     Returns:
         The recipe's settings with the overrides applied.

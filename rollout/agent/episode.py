@@ -23,7 +23,6 @@ from jaxtyping import Int32
 from models.features import FrameFeatures, ShownFrames
 from paravt_jax.checks import require_at_least, require_choices
 from paravt_jax.data.frames import VideoError
-from paravt_jax.method import wording
 from paravt_jax.method.parsing import extract_answer, parse_calls
 from paravt_jax.method.protocol import VIDEO_NAME, Protocol
 from paravt_jax.method.records import (
@@ -43,7 +42,7 @@ from paravt_jax.method.records import (
 )
 from paravt_jax.method.tools.crop_video import CROP_FPS, resolve_window
 from paravt_jax.method.tools.tool import Look, Video
-from paravt_jax.method.wording import fill
+from paravt_jax.method.wording import WINDOW, fill
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, together
 
 Dispatch = Literal["parallel", "sequential", "none", "frames"]
@@ -372,7 +371,7 @@ async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> Ca
     note = f" ({reason})" if reason else ""
     if state.settings.dispatch == "frames":
         state.shown.append(shown)
-        text = fill(wording.WINDOW, count=str(len(shown.frames)), note=note)
+        text = fill(WINDOW, count=str(len(shown.frames)), note=note)
         return CallOutcome(recorded, status, text, frames=shown.frames)
     prompt = state.protocol.window(shown.frames, features.tokens(shown.frames[0]))
     subagent = Trajectory((prompt,))

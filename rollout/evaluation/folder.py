@@ -60,7 +60,7 @@ class EvaluationFolder:
             self._lines = (self.path / name).open("a+b")
         except OSError as error:
             raise FolderError(
-                f"--out {self.path} cannot be used: {error}; name a writable folder"
+                f"--out {self.path} cannot be used: {error}; else name another, writable folder"
             ) from error
         try:
             if not process:

@@ -113,8 +113,8 @@ class BenchmarkSettings:
     def frames(self) -> FrameSettings:
         """Return the sizes of frames."""
         overview, crop = self.pixels
-        # Questions about one video follow each other, so few videos are worth keeping.
-        return FrameSettings(max_pixels=overview, crop_max_pixels=crop, cache_mib=1024)
+        # Questions about a video follow each other. 64 large frames of one take 1.2 GiB (8B, bf16).
+        return FrameSettings(max_pixels=overview, crop_max_pixels=crop, cache_mib=2048)
 
     def limits(self, crop: int) -> ProtocolSettings:
         """Return the protocol's settings.
