@@ -54,7 +54,7 @@ class _Result(TypedDict):
     logprob_gap: NotRequired[float]
 
 
-def read_evaluation_file(file: pathlib.Path) -> Record:
+def read_evaluation_file(file: pathlib.Path) -> EvaluationFile:
     """Read a file of `evaluation/`. Raises DamagedFileError if it holds something else."""
     return read_checked_json(file, EvaluationFile, "restore it from a backup")
 
@@ -151,7 +151,7 @@ def _checks(steps: list[Record]) -> Record:
     }
 
 
-def _contents(folder: pathlib.Path, name: str) -> list[Record]:
+def _contents(folder: pathlib.Path, name: str) -> list[EvaluationFile]:
     """Return the contents of an evaluation's files NAME-NUMBER.json, by number."""
     paths = (folder / "evaluation").glob(f"{name}-*.json")
     files = sorted(paths, key=lambda file: int(file.stem.split("-")[1]))

@@ -148,7 +148,9 @@ def execute(
 
         if run.sft is not None:
             batches = SFTBatches(run.sft, data, ahead, run.seed, environment, mesh)
-            with Saver("sft", run.sft, home, parts.origin, parts) as saver:
+            with Saver(
+                "sft", run.sft.steps, run.sft.save_every, home, parts.origin, parts
+            ) as saver:
                 weights = train_sft(parts, weights, batches, saver)
         evaluator.evaluate(weights, "before")
         if run.rl is not None:
@@ -159,7 +161,7 @@ def execute(
             # Another seed than for conversations, so that the two orders are independent.
             stream = QuestionStream(data, ahead, run.seed + 2, run.rl.grpo.group_size, budgets)
             home.usage.watch(environment.features)
-            with Saver("rl", run.rl, home, parts.origin, parts) as saver:
+            with Saver("rl", run.rl.steps, run.rl.save_every, home, parts.origin, parts) as saver:
                 weights = train_rl(learner, actor, stream, saver, evaluator, run.seed)
             del learner
         evaluator.evaluate(weights, "after")
@@ -230,7 +232,7 @@ def _align(
     whole = NamedSharding(mesh, PartitionSpec())
     nnx.update(model, jax.device_put(nnx.state(model), whole))
     home = _checking(run, home, data, captioned.unreadable)
-    with Saver("align", run.align, home, origin) as saver:
+    with Saver("align", run.align.steps, run.align.save_every, home, origin) as saver:
         align(model, captioned, run.align, run.seed, saver)
 
 

@@ -107,7 +107,7 @@ def _extract(path: pathlib.Path, folder: pathlib.Path) -> None:
     def check(name: str, is_plain: bool) -> None:
         inside(folder, name)
         if not is_plain:
-            raise ArchiveError(f"{name} is a link or a device, which could lead anywhere")
+            raise ArchiveError(f"{name} is a link, a device or a sparse file")
 
     def checked(member: tarfile.TarInfo, root: str) -> tarfile.TarInfo | None:
         check(member.name, member.isdir() or (member.isfile() and not member.issparse()))

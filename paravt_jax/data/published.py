@@ -213,6 +213,8 @@ def read_table(table: Table, batch: int = 256) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def _open_parquet(path: pathlib.Path) -> Iterator[pyarrow.parquet.ParquetFile]:
     """Open a file. What pyarrow raises until it is closed becomes an error that names it."""
+    with foreign.open_regular(path) as head:
+        foreign.require_content(path, head.read(64))
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             yield file

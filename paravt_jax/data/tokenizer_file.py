@@ -31,7 +31,7 @@ def load(path: str | os.PathLike, dialect: Dialect) -> Vocabulary:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(
-            f"tokenizer: {file} is not in the Hugging Face tokenizers format ({error}); give a "
+            f"tokenizer: {file} is not a readable tokenizer ({error}); give a Hugging Face "
             f"{FILE}, or a folder that holds one"
         ) from error
     return Vocabulary(tokenizer, dialect)

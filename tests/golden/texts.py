@@ -1,7 +1,7 @@
 """Readers of responses that share no code with what is tested, and small records for examples.
 
 They find tags, answers, calls, letters and times with patterns of their own. The tests compare our
-results with them where the reference is mistaken, and `write_records` writes tables with them.
+results with them where the reference is mistaken, and the recorded tables were written with them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pyarrow.parquet
 import pytest
@@ -85,6 +86,12 @@ def test_other_files_are_refused_by_name(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "other.parquet")
     with pytest.raises(ValueError, match="other.parquet.*text.*prompt, videos.*messages"):
         open_table(tmp_path / "other.parquet")
+    (tmp_path / "pointer.parquet").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="pointer.parquet: only a pointer .* git lfs pull"):
+        open_table(tmp_path / "pointer.parquet")
+    os.mkfifo(tmp_path / "pipe.parquet")
+    with pytest.raises(ValueError, match="pipe.parquet: no regular file"):
+        open_table(tmp_path / "pipe.parquet")
 
 
 # Questions.

@@ -12,14 +12,6 @@ from train.durable.saver import Home, Origin, Saver
 from train.durable.usage import Usage
 
 
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """When a phase is saved."""
-
-    steps: int
-    save_every: int
-
-
 def open_home(folder: pathlib.Path, **fields: Any) -> Home:
     """The home of a run in a folder."""
     metrics = MetricsWriter(folder)
@@ -30,4 +22,4 @@ def open_home(folder: pathlib.Path, **fields: Any) -> Home:
 def open_phase(name: str, home: Home, steps: int, save_every: int) -> Saver:
     """A phase of a run without a model."""
     origin = Origin({"model": {}, "vocabulary": {"digest": "0"}}, "float32")
-    return Saver(name, Steps(steps, save_every), home, origin)
+    return Saver(name, steps, save_every, home, origin)

@@ -266,7 +266,7 @@ def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick
     with contextlib.ExitStack() as stack:
         run_folder.claim(settings, stack)
         fill(run_folder.folder, {"metrics.jsonl": "1\n"})
-        with pytest.raises(BlockingIOError, match="in use by another process"):
+        with pytest.raises(BlockingIOError, match=f"^{run_folder.folder}.lock: in use"):
             RunFolder("gs://bucket/claims/x").claim(settings, contextlib.ExitStack())
     # A run that ends pushes what it wrote last.
     assert store.read("claims/x/metrics.jsonl") == b"1\n"

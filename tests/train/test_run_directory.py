@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paravt_jax.data.stored import write_checked_json
+from paravt_jax.data.stored import DamagedFileError, write_checked_json
 from tests.damaged import damaged_versions
 from train.durable.run_folder import (
     FORMAT,
@@ -100,7 +100,7 @@ def test_every_flipped_bit_of_a_configuration_is_named(tmp_path: pathlib.Path) -
     file = tmp_path / "config.json"
     for damaged in damaged_versions(file.read_bytes()):
         file.write_bytes(damaged)
-        with pytest.raises(RunFolderError, match=r"config\.json: damaged: .*restore it") as error:
+        with pytest.raises(DamagedFileError, match=r"config\.json: damaged: .*restore it") as error:
             read_config(tmp_path, "--run-dir")
         assert "\n" not in str(error.value)
 
@@ -134,7 +134,8 @@ def test_the_lock_admits_one_process_and_ends_with_it(tmp_path: pathlib.Path) ->
     assert holder.stdout is not None
     worker = int(holder.stdout.readline())
     try:
-        with pytest.raises(RunFolderError, match=rf"in use .*{holder.pid}"):
+        used = rf"^{tmp_path}/.lock: in use .*{holder.pid}\); wait for it, or stop it$"
+        with pytest.raises(BlockingIOError, match=used):
             claim_folder(tmp_path, {})
         holder.kill()
         holder.wait()

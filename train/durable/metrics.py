@@ -69,7 +69,7 @@ def read_jsonl(path: str | os.PathLike[str], kind: Any = dict[str, Any]) -> list
 
     Args:
         path: the file.
-        kind: the type of each line; see `paravt_jax.data.stored.mismatch`.
+        kind: the type of each line; see `paravt_jax.data.stored.parse_json`.
 
     Raises:
         DamagedFileError: another line is no JSON object. A killed writer cannot cause that.

@@ -22,7 +22,6 @@ from typing import Any, TextIO
 
 from paravt_jax.data.any_path import AnyPath, any_path, is_bucket, user_folder
 from paravt_jax.data.stored import (
-    DamagedFileError,
     as_json,
     lock,
     parse_checked_json,
@@ -126,7 +125,7 @@ class RunFolder:
         if self._in_bucket:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             # A frozen process that has lost its lease still works on these files.
-            stack.enter_context(lock(self.folder.parent / _LOCK))
+            stack.enter_context(lock(pathlib.Path(f"{self.folder}{_LOCK}")))
             self._lease = stack.enter_context(contextlib.closing(Lease(self.shown)))
             self.require_usable(config)
             self._files.pull()
@@ -174,8 +173,9 @@ def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> TextIO:
         config: The run's settings, as JSON can hold them.
 
     Raises:
-        RunFolderError: Another process has the lock, the configuration differs (the message lists
-            the fields), the folder holds other files, or it cannot be written.
+        BlockingIOError: Another process has the lock.
+        RunFolderError: The configuration differs (the message lists the fields), the folder holds
+            other files, or it cannot be written.
         TypeError: `config` is not JSON.
     """
     folder = pathlib.Path(run_dir).absolute()
@@ -188,6 +188,8 @@ def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> TextIO:
             write_checked_json(folder / _CONFIG, {"format": FORMAT, **config}, indent=1)
             undo.pop_all()
         return stream
+    except BlockingIOError:
+        raise
     except OSError as error:
         raise RunFolderError(
             f"--run-dir {folder} cannot be used: {error}. Give a writable folder."
@@ -226,14 +228,12 @@ def read_config(folder: AnyPath, flag: str) -> dict[str, Any]:
         flag: The command-line flag that named it, for error messages.
 
     Raises:
-        RunFolderError: The file is damaged or has another format. The message is one line.
+        DamagedFileError: The file is damaged.
+        RunFolderError: The run has another format. The message is one line.
     """
     file = folder / _CONFIG
-    try:
-        remedy = f"restore it, or give another {flag}"
-        config = parse_checked_json(file.read_bytes(), str(file), dict[str, Any], remedy)
-    except DamagedFileError as error:
-        raise RunFolderError(f"{error}.") from error
+    remedy = f"restore it, or give another {flag}"
+    config = parse_checked_json(file.read_bytes(), str(file), dict[str, Any], remedy)
     number = config.pop("format", 1)
     if number != FORMAT:
         raise RunFolderError(

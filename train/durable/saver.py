@@ -94,8 +94,8 @@ class Saver:
 
     Args:
         name: `align`, `sft` or `rl`.
-        settings: Those of the phase: its `steps`, and `save_every`, the steps between regular
-            checkpoints. The last step always has one.
+        steps: Number of its steps.
+        save_every: Steps between regular checkpoints. The last step always has one.
         home: The run.
         origin: What the run starts from.
         parts: The model (`train.model.Parts`), which turns a state into what is stored; None: it is
@@ -106,15 +106,11 @@ class Saver:
     """
 
     def __init__(
-        self,
-        name: str,
-        settings: Any,
-        home: Home,
-        origin: Origin,
-        parts: Any = None,
+        self, name: str, steps: int, save_every: int, home: Home, origin: Origin, parts: Any = None
     ):
         self.name = name
-        self._settings = settings
+        self._steps = steps
+        self._save_every = save_every
         self._home = home
         self._parts = parts
         self._checkpoints = Checkpoints(
@@ -133,7 +129,7 @@ class Saver:
         # The first process decides for all: on a shared disk the others may see a new checkpoint
         # later than it does.
         self.finished_steps: int = hosts.gather(self._checkpoints.latest())[0] or 0
-        self._lines = StepLines(settings.steps)
+        self._lines = StepLines(steps)
 
     def __enter__(self) -> Saver:
         return self
@@ -149,7 +145,7 @@ class Saver:
     @property
     def left(self) -> range:
         """The steps still to do, counted from 1."""
-        return range(self.finished_steps + 1, self._settings.steps + 1)
+        return range(self.finished_steps + 1, self._steps + 1)
 
     def steps(self) -> Iterator[int]:
         """Yield the steps of `left`, of which one is traced (`Run.profile`). Each ends with `done`.
@@ -209,7 +205,7 @@ class Saver:
 
     def is_regular(self, step: int) -> bool:
         """Return whether `step` has a regular checkpoint."""
-        return step % self._settings.save_every == 0 or step == self._settings.steps
+        return step % self._save_every == 0 or step == self._steps
 
     def done(
         self,
@@ -284,7 +280,7 @@ class Saver:
         made += [name for name in ("model", "adapter") if (self._home.folder / name).exists()]
         if made:
             raise RunFolderError(
-                f"{self._checkpoints.folder / str(self._settings.steps)}: lost, but "
+                f"{self._checkpoints.folder / str(self._steps)}: lost, but "
                 f"{' and '.join(made)} in {self._home.folder} was made from it: {_BACKUP}"
             )
 
@@ -303,7 +299,7 @@ class Saver:
 
     def _step(self, step: int) -> str:
         """Return a step as the progress lines name it."""
-        return f"{PHASE_TITLES[self.name]} {step}/{self._settings.steps}"
+        return f"{PHASE_TITLES[self.name]} {step}/{self._steps}"
 
     def _score(self, step: int) -> float | None:
         """Return the mean accuracy since the last regular checkpoint, which picks the best."""
@@ -311,7 +307,7 @@ class Saver:
         # the best one would depend on when the run was stopped.
         if self.name != "rl" or not self.is_regular(step):
             return None
-        every = self._settings.save_every
+        every = self._save_every
         values = [
             line["accuracy"] for line in self._own_lines((step - 1) // every * every + 1, step)
         ]
