@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import typing
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,16 +23,36 @@ from rollout.engine.engine import Engine
 from train.data import Data
 from train.learn.rl import Learner
 from train.learn.update import TrainState
-from train.learn.weight_sync import TrainedActor, WeightSync
+from train.learn.weight_sync import TrainedActor, TrainedSampler, WeightSync
 from train.model import Parts, drop_weights
 from train.settings import Run
 
 
+@typing.runtime_checkable
+class RunSampler(TrainedSampler, typing.Protocol):
+    """What a run needs of a sampler: the engine, or another one."""
+
+    version: int
+    """Number of steps after which the weights are those that it samples under."""
+
+    def forget(self) -> None:
+        """Empty the cache: later requests reuse nothing that was computed before."""
+        ...
+
+    def lowerings(self) -> Iterable[Lowering]:
+        """Return the programs that take long to compile, for `compile_ahead`."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compile every program, so that no later step does."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineActor(TrainedActor):
-    """An actor of a run, whose sampler is the engine."""
+    """An actor of a run, whose sampler is compiled before the first step."""
 
-    sampler: Engine
+    sampler: RunSampler
     sizes: tuple[tuple[int, int], ...] = ()
     """(height, width) of the videos, in pixels."""
 

@@ -152,10 +152,10 @@ def _read_call(
         names = ", ".join(tool.name for tool in tools)
         known = f"The only tool is {names}" if len(tools) == 1 else f"The tools are {names}"
         return FailedCall(f"There is no such tool. {known}.", CallStatus.UNKNOWN_TOOL)
-    if arguments is None:
+    if arguments is None and tool.required:
         form = syntax.write(tool.name, tool.example)
         return FailedCall(f"The arguments of the tool call are missing. Write it as {form}.")
-    return tool.parse(arguments)
+    return tool.parse(arguments or {})
 
 
 def block_spans(tags: Sequence[Tag], name: str) -> list[tuple[Tag, Tag]]:

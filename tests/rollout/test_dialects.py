@@ -10,9 +10,10 @@ from models.qwen3_vl.dialect import DIALECT as CHATML
 from paravt_jax.method.conversations import render
 from paravt_jax.method.parsing import BLOCKS, JSON_CALLS, parse_calls, rewrite_calls
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call
-from paravt_jax.method.records import Author, Call, CallStatus, CropCall, FailedCall
+from paravt_jax.method.records import Author, Call, CallStatus, CropCall, FailedCall, ToolCall
 from paravt_jax.method.tokenizer import Dialect
 from paravt_jax.method.tools.crop_video import CropVideo
+from paravt_jax.method.tools.tool import Tool
 from paravt_jax.world import text as world_text
 from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.agent.episode import Environment, EpisodeSettings, play
@@ -38,6 +39,29 @@ HOSTILE = st.lists(
     | st.text(max_size=8),
     max_size=14,
 ).map("".join)
+
+
+class Length(Tool):
+    """A custom tool without arguments."""
+
+    name = "video_length"
+    description = "Says how long the video is."
+    parameters = {}
+    required = ()
+    example = {}
+    hint = "Call video_length."
+
+    def parse(self, arguments):
+        return ToolCall(self.name, dict(arguments))
+
+    def run(self, call, video):
+        return f"{video.duration:.1f} s"
+
+
+@SYNTAXES
+def test_a_tool_without_arguments_can_be_called(syntax):
+    text = f"<tool_call>\n{syntax.write('video_length', {})}\n</tool_call>"
+    assert parse_calls(text, (Length(),), syntax) == [ToolCall("video_length", {})]
 
 
 @SYNTAXES
