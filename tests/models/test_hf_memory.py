@@ -137,8 +137,8 @@ def test_the_host_holds_one_tensor_beside_the_shards(large, fsdp, tensor):
     beside = found["used"] - found["shards"]
     # Norms are on every device.
     assert total <= found["shards"] < 1.01 * total
-    # A CPU device has a copy of the tensor, too.
-    assert beside <= 3 * largest, (
+    # A CPU device has a copy of the tensor, too. Threads and programs take some megabytes.
+    assert beside <= 3 * largest + 5e7, (
         f"{beside / 1e6:.0f} MB beside the shards; the largest tensor has {largest / 1e6:.0f} MB"
     )
 
