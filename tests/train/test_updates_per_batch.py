@@ -102,6 +102,16 @@ def test_the_second_gradient_is_that_of_the_first_updates_weights(road, small, u
 
 
 @pytest.mark.slow
+def test_ratios_of_all_updates_are_to_the_weights_before_the_step(road, small, monkeypatch):
+    """The log-probs of these weights are kept once, by the first of three updates."""
+    kept = []
+    later = RLBatch.later
+    monkeypatch.setattr(RLBatch, "later", lambda *given: kept.append(given) or later(*given))
+    one_step(road, small, learner_of(road, updates=3, clip=0.99, upper_clip=99.0))
+    assert len(kept) == 1
+
+
+@pytest.mark.slow
 def test_a_run_stopped_between_steps_ends_bit_for_bit_like_an_uninterrupted_one(small, tmp_path):
     """With two updates per step."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

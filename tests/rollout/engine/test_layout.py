@@ -165,6 +165,12 @@ def test_eight_samples_of_eight_long_prompts_read_each_prompt_once():
         assert paths[n] == layout.prefixes[row // 8]
 
 
+def test_a_group_that_fills_two_blocks_has_its_prefix_in_both():
+    layout = choose([prompt(0, 40)] * 16, [170] * 16)
+    assert lengths_of(layout) == (160, 40)
+    assert sorted(layout.prefixes) == [()] * 6 + [prompt(0, 40)] * 2
+
+
 def test_prefixes_stay_in_their_blocks_when_groups_come_and_go():
     prompts = [prompt(n, 40) for n in range(8)]
     before = choose([prompts[n // 8] for n in range(64)], [170] * 64)

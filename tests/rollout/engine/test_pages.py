@@ -269,3 +269,12 @@ class Pages(RuleBasedStateMachine):
 
 def test_any_course_of_sequences():
     run_state_machine_as_test(Pages, settings=settings(max_examples=120, stateful_step_count=40))
+
+
+def test_a_part_page_is_not_added_beside_one_that_begins_with_it():
+    tree = PageTree(COUNT, SIZE)
+    pages = tree.allocate(2)
+    assert pages is not None
+    added, _ = tree.insert("a", [], tokens([0, 1, 1]), pages[:1])
+    assert [node.page for node in added] == pages[:1]
+    assert tree.insert("a", [], tokens([0, 1]), pages[1:]) == ([], pages[1:])
