@@ -69,7 +69,7 @@ def run_command(work: Callable[[], object]) -> int:
     try:
         work()
     except KeyboardInterrupt:
-        print("\nstopped; the same command continues", file=sys.stderr)
+        print("\nstopped; give the same command again", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)

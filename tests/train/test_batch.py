@@ -238,3 +238,14 @@ def test_a_rollout_that_sees_another_is_counted(batch, groups, packed):
         second = groups[chunk.group].rollout + chunk.members[1]
         wrong = changed(batch, "starts", tokens_of(batch, second), -1)
         assert mismatches([wrong], groups) == 1
+
+
+def test_the_pinned_think_is_no_part_of_a_prompt():
+    """It belongs to the response, so members of a group do not share it."""
+    segments = [
+        Segment(np.array([7, 8], np.int32), Author.PROMPT),
+        Segment(np.array([9], np.int32), Author.PINNED),
+        Segment(np.array([5], np.int32), Author.MODEL, np.zeros(1, np.float32)),
+    ]
+    found = prompt_segments(Trajectory(tuple(segments)))
+    assert [segment.author for segment in found] == [Author.PROMPT]

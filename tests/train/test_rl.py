@@ -460,3 +460,10 @@ def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
 def test_invalid_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         RLSettings(**({"steps": 2} | change))
+
+
+def test_the_norm_of_an_update_is_that_of_its_gradients(road):
+    updater = road_learner(road).updater
+    ones = jax.tree.map(jnp.ones_like, updater.programs.start(updater.start.weights))
+    _, norm = updater.apply(updater.start, ones)
+    assert norm == pytest.approx(np.sqrt(sum(x.size for x in jax.tree.leaves(ones))), rel=1e-5)
