@@ -11,6 +11,7 @@ import functools
 import http.server
 import json
 import logging
+import re
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -89,6 +90,12 @@ class BucketServer:
     def read(self, name: str) -> bytes:
         with self._lock:
             return self._storage.get_file(BUCKET, name)
+
+    def newest_step(self, run: str, phase: str) -> int:
+        """Return the step of the newest complete checkpoint of a run's phase; 0: there is none."""
+        names = self.names(f"{run}/checkpoints/{phase}/")
+        steps = [re.fullmatch(r".*/(\d+)/commit_success.txt", name) for name in names]
+        return max((int(step[1]) for step in steps if step), default=0)
 
     def write(self, name: str, content: bytes) -> None:
         address = f"{self.variables['STORAGE_EMULATOR_HOST']}/{BUCKET}/{name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -53,3 +53,14 @@ def store() -> Iterator[BucketServer]:
             patch.setenv(name, value)
         yield server
     server.close()
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Callable[[str], None]:
+    """Moves the runs that follow to another machine, without the local files of runs."""
+
+    def move(name: str) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+
+    move("first")
+    return move

@@ -249,17 +249,6 @@ def test_a_deleted_object_is_like_a_deleted_file_and_a_damaged_list_is_named(sto
         BucketFiles("gs://bucket/lost-object", tmp_path / "b").pull()
 
 
-@pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """Moves this process to another machine, without the local files of runs."""
-
-    def move(name: str) -> None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
-
-    move("first")
-    return move
-
-
 def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick):
     settings = {"name": "x", "sft": {"steps": 3}}
     run_folder = RunFolder("gs://bucket/claims/x/")

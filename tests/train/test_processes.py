@@ -24,7 +24,7 @@ SHORT = """
 """.split()
 
 
-def command(folder: pathlib.Path, *arguments: str) -> list[str]:
+def command(folder: object, *arguments: str) -> list[str]:
     return [str(PROGRAM), "--config=small", *SHORT, "--run-dir", str(folder), *arguments]
 
 
@@ -117,19 +117,25 @@ def test_a_run_may_change_its_number_of_processes(together, two, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_others_and_the_same_command_resumes(together, two, tmp_path):
-    """Bit for bit, with its episodes in flight."""
-    folder = tmp_path / "killed"
+def test_a_killed_process_ends_the_others_and_other_machines_go_on(
+    together, two, store, machine, tmp_path
+):
+    """In a bucket, on machines without files: bit for bit like on a disk, with episodes in
+    flight."""
     killed: list[float] = []
-    again = command(folder)
-    kill = signalling(signal.SIGKILL, 1, lambda: done(folder, "rl") >= 3, killed)
+    again = command("gs://bucket/runs/two")
+    kill = signalling(signal.SIGKILL, 1, lambda: store.newest_step("runs/two", "rl") >= 2, killed)
     first, second = together(again, 2, devices=4, timeout=LONG, disturb=kill, heartbeat=10)
     assert time.monotonic() - killed[0] < 60
     assert second.code == -signal.SIGKILL
     assert lost_others(first), first
+    machine("second")
     for ended in together(again, 2, devices=4, timeout=LONG):
         assert ended.code == 0, ended.err[-3000:]
-    assert figures(folder) == figures(two)
+    (tmp_path / "metrics.jsonl").write_bytes(store.read("runs/two/metrics.jsonl"))
+    assert figures(tmp_path) == figures(two)
+    weights = store.read("runs/two/model/model.safetensors")
+    assert weights == (two / "model/model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
