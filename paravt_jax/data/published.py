@@ -6,7 +6,7 @@ the protocol cannot express is refused with a reason. None is repaired by guessi
 Calls are rewritten in the protocol's own form, and only the assistant's words are trained on. Tool
 responses are a tool's turn, or blocks of <tool_response> in a message of the tool, the user or the
 assistant, with their files inside. Relative paths refer to the user's root, and `file://` paths are
-absolute. A path that would leave the root is refused.
+absolute; `frames.join` refuses those that leave the root when a file is opened.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Item(pydantic.BaseModel):
         file = self.video_url if self.type == "video_url" else self.image_url
         if self.type == "text" or file is None:
             raise Refused(Reason.BROKEN, f"a part of type {self.type} holds none")
-        return _File(local_path(file.url), self.type == "image_url")
+        return _File(file.url.removeprefix("file://"), self.type == "image_url")
 
 
 def _as_items(content: Any) -> Any:
@@ -226,18 +226,6 @@ def _open_parquet(path: pathlib.Path) -> Iterator[pyarrow.parquet.ParquetFile]:
         ) from error
 
 
-def local_path(path: str) -> str:
-    """Return a published path as records store it: relative to the root, or absolute.
-
-    Raises:
-        Refused: It is an address, or it leaves the root.
-    """
-    local = path.removeprefix("file://")
-    if not local or "://" in local or "\0" in local or ".." in pathlib.PurePosixPath(local).parts:
-        raise Refused(Reason.BROKEN, f"{path!r} is neither a path below the root nor a file:// one")
-    return local
-
-
 def read_question(columns: Mapping[str, Any], id: str) -> Question:
     """Read the question of an rl file.
 
@@ -249,7 +237,7 @@ def read_question(columns: Mapping[str, Any], id: str) -> Question:
     asked = [item.part for turn in turns if turn.role == "user" for item in turn.content]
     if len(turns) != 1 or len(asked) != 1 or not isinstance(asked[0], str):
         raise Refused(Reason.BROKEN, "prompt is not one user turn of text")
-    path = local_path(read.videos[0].video)
+    path = read.videos[0].video.removeprefix("file://")
     text = _PLACEHOLDER.sub("", asked[0])
     text = _hide_paths(text, {path: VIDEO_NAME}).strip()
     if not text:

@@ -93,26 +93,21 @@ def read(
         The RGB pixels of the frames, in the order of `indices`.
 
     Raises:
-        VideoError: The file cannot be read, or its frames are too thin to be resized.
-        IndexError: `indices` is empty or contains a number that the file does not have.
+        VideoError: The file cannot be read, does not have these frames, or they are too thin to be
+            resized.
         ValueError: The decoder is not installed.
     """
     require_decoder("decoder", decoder)
-    wanted = np.asarray(indices, np.int64)
-    if not wanted.size:
-        raise IndexError(f"{path}: no frame requested; give at least one")
-    if is_picture(path):
-        if wanted.any():
-            raise IndexError(f"{path}: frame {wanted.max()} requested; a picture has only frame 0")
-        return np.repeat(_picture(path, rules)[None], len(wanted), axis=0)
-
-    ascending, positions = np.unique(wanted, return_inverse=True)
+    ascending, positions = np.unique(np.asarray(indices, np.int64), return_inverse=True)
     numbers = ascending.tolist()
-    index = index_of(path)
-    if numbers[0] < 0 or numbers[-1] >= index.frames:
-        raise IndexError(
-            f"{path}: frames {numbers[0]} to {numbers[-1]} requested; it has {index.frames}"
+    index = None if is_picture(path) else index_of(path)
+    count = 1 if index is None else index.frames
+    if not 0 <= numbers[0] <= numbers[-1] < count:
+        raise VideoError(
+            path, f"frames {numbers[0]} to {numbers[-1]} are asked for, and it has {count}"
         )
+    if index is None:
+        return np.repeat(_picture(path, rules)[None], len(positions), axis=0)
     pixels = None
     if decoder == "decord":
         pixels = _read_decord(path, numbers, index, rules)

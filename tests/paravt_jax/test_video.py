@@ -70,9 +70,9 @@ def test_a_decoder_that_is_not_installed_is_refused(small_world, monkeypatch):
         video.read(small_world.folder / small_world.videos[0].path, [0], decoder="decord")
 
 
-@pytest.mark.parametrize("wanted", [[64], [-1], []])
+@pytest.mark.parametrize("wanted", [[64], [-1]])
 def test_frames_that_do_not_exist_are_refused(small_world, wanted):
-    with pytest.raises(IndexError, match="frame"):
+    with pytest.raises(VideoError, match="frame"):
         video.read(small_world.folder / small_world.videos[0].path, wanted)
 
 
@@ -150,8 +150,6 @@ def test_an_overview_spans_the_video():
     assert overview_indices(3, 8).tolist() == [0, 1, 2]
     assert overview_indices(10, 1).tolist() == [0]
     assert overview_indices(10, 10).tolist() == list(range(10))
-    with pytest.raises(ValueError, match="overview"):
-        overview_indices(0, 4)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +296,9 @@ def test_a_name_or_a_link_leads_to_no_file_outside_the_folder(tmp_path, elsewher
     for name in ("link.mp4", "folder/private.mp4", "../elsewhere/private.mp4", str(elsewhere)):
         with pytest.raises(VideoError, match=f"it is at {elsewhere}, outside {root}"):
             join(root, name)
+    for name in ("", "a\0.mp4", "https://host/a.mp4"):
+        with pytest.raises(VideoError, match="no such file"):
+            video.probe(join(root, name))
     # The hub's cache links a data set's files to their blobs.
     snapshot = tmp_path / "datasets--owner--name" / "snapshots" / "revision"
     snapshot.mkdir(parents=True)
