@@ -47,7 +47,7 @@ from paravt_jax.world import videos as world_videos
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from paravt_jax.world.vocabulary import world_vocabulary
-from rollout.engine.sizing import REQUEST_TOKENS, overview_tokens
+from rollout.engine.sizing import overview_tokens
 from train.cli import parse
 from train.data import Data, hold_out
 from train.model_folder import copy_tokenizer
@@ -115,7 +115,7 @@ def _prepare_world(
         **splits,
     )
     # Texts come first: if they need more room, the run fails before it renders any video.
-    _, too_long = _without_long_questions(run, data, world_videos.SECONDS)
+    _, too_long = _without_long_questions(run, data)
     if too_long:
         raise ValueError(
             f"protocol.text_tokens: {run.protocol.text_tokens}; {len(too_long)} questions of the "
@@ -183,7 +183,7 @@ def _prepare_examples(
     too_long: dict[str, str] = {}
     # SFT alone asks no questions, so their lengths do not matter to it.
     if run.rl is not None or data.heldout:
-        data, ids = _without_long_questions(run, data, summary["longest"])
+        data, ids = _without_long_questions(run, data)
         too_long |= dict.fromkeys(ids, "longer than protocol.text_tokens")
     if run.sft is not None:
         numbers = (n for n, tokens in enumerate(data.lengths) if tokens > run.sft.row_tokens)
@@ -280,36 +280,16 @@ def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
     return ProtocolSettings(**{name: getattr(limits, name) for name in names})
 
 
-def _without_long_questions(run: Run, data: Data, longest: float) -> tuple[Data, list[str]]:
+def _without_long_questions(run: Run, data: Data) -> tuple[Data, list[str]]:
     """Leave out questions that are too long for a prompt.
-
-    Args:
-        run: The settings.
-        data: The data, with all questions.
-        longest: Duration of the longest video, in seconds; later timestamps take more tokens.
 
     Returns:
         The data, and the ids of the questions that are left out.
 
     Raises:
-        ValueError: If no question is left to train on, or to evaluate with, or if the tokenizer
-            needs more tokens than are reserved.
+        ValueError: If no question is left to train on, or to evaluate with.
     """
     rules = Protocol(data.vocabulary, run.protocol)
-    for text, needed, reserved in (
-        ("a frame's timestamp and vision marks", rules.measure_label(longest), run.label_tokens),
-        ("a sub-agent's request", len(rules.window((), 0).ids), REQUEST_TOKENS),
-    ):
-        if needed > reserved:
-            raise ValueError(
-                f"model.path: {run.model.path}; its tokenizer needs {needed} tokens for {text}, "
-                f"but only {reserved} are reserved: use that of a supported model"
-            )
-    if run.rl is not None and not data.questions:
-        raise ValueError(
-            "data: no question to train on; give rl files in data.annotations, "
-            "or questions on videos that can be read"
-        )
     # `text_tokens` is the room for the system turn and the question together.
     system = overview_tokens(rules, 0, 0, 0.0)
     lengths = {
@@ -321,9 +301,9 @@ def _without_long_questions(run: Run, data: Data, longest: float) -> tuple[Data,
     heldout = tuple(q for q in data.heldout if lengths[q.id] <= limit)
     if (data.heldout and not heldout) or (run.rl is not None and not training):
         raise ValueError(
-            f"protocol.text_tokens: {limit}; the system turn takes {system} tokens, and no "
-            "question to train on, or to evaluate with, fits beside it: give at least "
-            f"{min(lengths.values())}"
+            f"protocol.text_tokens: {limit}; of {len(lengths)} questions, none to train on, or to "
+            f"evaluate with, fits beside the system turn of {system} tokens: give more, or give rl "
+            "files in data.annotations"
         )
     too_long = [id for id, length in lengths.items() if length > limit]
     return dataclasses.replace(data, questions=training, heldout=heldout), too_long

@@ -11,13 +11,11 @@ import math
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
 
 from paravt_jax.data import tokenizer_file, video
 from paravt_jax.data.frames import (
     PixelRules,
     VideoError,
-    VideoInfo,
     join,
     overview_indices,
     window_indices,
@@ -84,119 +82,107 @@ class Outcome:
     source: str
     record: Question | Conversation | None = None
     """None: the example is left out."""
-    longest: float = 0.0
-    """Duration of its longest video, in seconds."""
-    sizes: tuple[tuple[int, int], ...] = ()
-    """(height, width) of its videos and pictures, in pixels."""
+    clips: tuple[Clip, ...] = ()
+    """What it shows: the overview of a question, or all clips of a conversation."""
     reason: str = ""
     detail: str = ""
 
 
 def read_example(reading: ExampleReading, example: Example) -> Outcome:
     """Read one example, and check that its videos can be decoded."""
-    checker = VideoChecker(reading)
     try:
-        record = _record(example, checker)
-    except Refused as refused:
-        return Outcome(example.id, example.source, reason=refused.reason, detail=refused.detail)
-    except VideoError as error:
-        reason = Reason.MISSING if error.reason == "no such file" else Reason.UNREADABLE
-        return Outcome(example.id, example.source, reason=reason, detail=str(error))
-    longest = max(checker.seconds.values(), default=0.0)
-    return Outcome(example.id, example.source, record, longest, tuple(checker.sizes.values()))
+        record, clips = _record(reading, example)
+    except (Refused, VideoError) as error:
+        return left_out(example, error)
+    return Outcome(example.id, example.source, record, clips)
 
 
-def unread_example(example: Example, error: Exception) -> Outcome:
-    """Return what becomes of an example that took too long, or crashed its process."""
-    reason = Reason.SLOW if isinstance(error, DeadlineError) else Reason.UNREADABLE
-    return Outcome(example.id, example.source, reason=reason, detail=str(error))
+def left_out(example: Example, error: Exception) -> Outcome:
+    """Return what becomes of an example that cannot be read, took too long or crashed its
+    process."""
+    detail = str(error)
+    if isinstance(error, Refused):
+        reason, detail = error.reason, error.detail
+    elif isinstance(error, DeadlineError):
+        reason = Reason.SLOW
+    elif isinstance(error, VideoError) and error.reason == "no such file":
+        reason = Reason.MISSING
+    else:
+        reason = Reason.UNREADABLE
+    return Outcome(example.id, example.source, reason=reason, detail=detail)
 
 
-def _record(example: Example, checker: VideoChecker) -> Question | Conversation:
+def _record(
+    reading: ExampleReading, example: Example
+) -> tuple[Question | Conversation, tuple[Clip, ...]]:
     if isinstance(example.content, Question):
         question = example.content
     elif "messages" in example.content:
-        reading = checker.reading
-        conversation = read_conversation(example.content, example.id, reading.limits, checker)
+        look = functools.partial(_choose_frames, reading)
+        conversation = read_conversation(example.content, example.id, reading.limits, look)
         trajectory = render(conversation, _protocol(reading), reading.tokens)
-        return dataclasses.replace(conversation, tokens=len(trajectory.ids))
+        conversation = dataclasses.replace(conversation, tokens=len(trajectory.ids))
+        return conversation, conversation.clips
     else:
         question = read_question(example.content, example.id)
     require_earnable(question)
-    checker(question.video, False, None)
-    return question
+    return question, (_choose_frames(reading, question.video, False, None),)
 
 
-class VideoChecker:
-    """Chooses which frames of an example's files are shown, and checks that they can be decoded."""
+def _choose_frames(
+    reading: ExampleReading, path: str, picture: bool, call: CropCall | None
+) -> Clip:
+    """Choose the frames to show of a file, and check that they can be decoded.
 
-    def __init__(self, reading: ExampleReading):
-        self.reading = reading
-        self.seconds: dict[str, float] = {}
-        """Durations of all videos so far, by path."""
-        self.sizes: dict[str, tuple[int, int]] = {}
-        """(height, width) of all videos and pictures so far, by path."""
+    Args:
+        reading: The settings.
+        path: The file, absolute or relative to the root.
+        picture: Whether the example calls it a picture.
+        call: The call whose window is shown; None for an overview of the whole video.
 
-    def __call__(self, path: str, picture: bool, call: CropCall | None) -> Clip:
-        """Choose the frames to show of a file.
-
-        Args:
-            path: The file, absolute or relative to the root.
-            picture: Whether the example calls it a picture.
-            call: The call whose window is shown; None for an overview of the whole video.
-
-        Raises:
-            VideoError: The file cannot be read.
-            Refused: The window is outside the video, or the frames are too narrow to be resized.
-        """
-        file = str(join(self.reading.root, path))
-        info = _probe(file)
-        # Some examples name a picture as their video.
-        still = picture or video.is_picture(path)
-        if still:
-            indices = np.zeros(1, np.int64)
-        else:
-            self.seconds[path] = info.duration
-            indices = self._overview(info) if call is None else self._window(info, call)
-            _require_decodable(file, int(indices[0]), int(indices[-1]))
-        times = tuple(round(float(info.times[i]), 3) for i in indices)
-        clip = Clip(
-            path,
-            tuple(indices.tolist()),
-            times,
-            info.height,
-            info.width,
-            still=still,
-            crop=call is not None and not still,
-        )
-        try:
-            self.reading.tokens(clip)
-        except ValueError as error:
-            raise Refused(Reason.UNREADABLE, f"{path}: {error}") from error
-        self.sizes[path] = (info.height, info.width)
-        return clip
-
-    def _overview(self, info: VideoInfo) -> Int64[np.ndarray, " m"]:
+    Raises:
+        VideoError: The file cannot be read.
+        Refused: The window is outside the video, or the frames are too narrow to be resized.
+    """
+    file = str(join(reading.root, path))
+    info = video.probe(file)
+    # Some examples name a picture as their video.
+    still = picture or video.is_picture(path)
+    if still:
+        indices = np.zeros(1, np.int64)
+    elif call is None:
         # The tolerance keeps a duration of 5.0000001 s from asking for a sixth frame.
         count = max(1, math.ceil(info.duration - 1e-6))
-        return overview_indices(info.frames, min(self.reading.frames, count))
-
-    def _window(self, info: VideoInfo, call: CropCall) -> Int64[np.ndarray, " m"]:
+        indices = overview_indices(info.frames, min(reading.frames, count))
+    else:
         resolved = resolve_window(call, info.duration)
         if isinstance(resolved, FailedCall):
             raise Refused(
                 Reason.PROTOCOL, f"a call of {call.start:g} to {call.end:g} s: {resolved.reason}"
             )
-        window, limits = resolved.window, self.reading.limits
-        return window_indices(info, window.start, window.end, CROP_FPS, limits.crop_frames)
+        window = resolved.window
+        indices = window_indices(
+            info, window.start, window.end, CROP_FPS, reading.limits.crop_frames
+        )
+    if not still:
+        _require_decodable(file, int(indices[0]), int(indices[-1]))
+    clip = Clip(
+        path,
+        indices=tuple(indices.tolist()),
+        times=tuple(round(float(info.times[i]), 3) for i in indices),
+        height=info.height,
+        width=info.width,
+        still=still,
+        crop=call is not None and not still,
+    )
+    try:
+        reading.tokens(clip)
+    except ValueError as error:
+        raise Refused(Reason.UNREADABLE, f"{path}: {error}") from error
+    return clip
 
 
-# One example may name a file several times, and neighbours often name the same file.
-@functools.lru_cache(maxsize=8)
-def _probe(file: str) -> VideoInfo:
-    return video.probe(file)
-
-
+# One example may show a file several times, and neighbours often show the same file.
 @functools.lru_cache(maxsize=64)
 def _require_decodable(file: str, first: int, last: int) -> None:
     """Decode two frames: a file can list frames although none can be decoded."""

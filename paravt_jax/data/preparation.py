@@ -36,8 +36,8 @@ from paravt_jax.data.example_reading import (
     Example,
     ExampleReading,
     Outcome,
+    left_out,
     read_example,
-    unread_example,
 )
 from paravt_jax.data.frame_reader import PATIENCE
 from paravt_jax.data.published import open_table, read_table
@@ -76,8 +76,6 @@ class Summary(TypedDict):
     """Examples of each source, by the reason why they are left out, or as `kept`."""
     sizes: list[list[int]]
     """The different (height, width) of videos and pictures in pixels, the most frequent first."""
-    longest: float
-    """Duration of the longest video, in seconds."""
     lengths: list[int]
     """Length of each conversation, in tokens."""
 
@@ -171,19 +169,17 @@ def open_prepared(folder: pathlib.Path, reading: ExampleReading) -> Prepared | N
     if not (folder / SET).exists():
         return None
     stored: _Set = read_checked_json(folder / SET, _Set, _REMEDY)
+    settings = stored["settings"]
     require_same(
         f"{folder} holds a set prepared with other settings",
-        stored["settings"],
+        settings,
         _settings(reading),
         "Name another folder, delete this one, or use its settings.",
     )
     # Somebody may have deleted damaged records, as their error asks.
-    return _open(folder, stored) if datasets.is_prepared(folder / _RECORDS) else None
-
-
-def _open(folder: pathlib.Path, stored: _Set) -> Prepared:
+    if not datasets.is_prepared(folder / _RECORDS):
+        return None
     splits = datasets.open_splits(folder / _RECORDS)
-    settings = dict(stored["settings"])
     # The same set may come from elsewhere.
     del settings["annotations"], settings["media"]
     return Prepared(
@@ -236,7 +232,9 @@ def prepare_examples(
     write_checked_json(folder / SET, content, indent=1)
     for old in folder.glob("work-*.jsonl"):
         old.unlink()
-    return _open(folder, content)
+    prepared = open_prepared(folder, reading)
+    assert prepared is not None, "it was just written"
+    return prepared
 
 
 def _settings(reading: ExampleReading) -> dict[str, Any]:
@@ -276,7 +274,7 @@ def _read(examples: Iterator[Example], pool: Workers[Example, Outcome]) -> Itera
         try:
             yield future.result()
         except Exception as error:
-            yield unread_example(example, error)
+            yield left_out(example, error)
 
 
 def _outcomes(work: pathlib.Path) -> Iterator[Outcome]:
@@ -294,24 +292,22 @@ def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
     sizes: collections.Counter[tuple[int, int]] = collections.Counter()
     kinds: set[type] = set()
     lengths: list[int] = []
-    longest = 0.0
-    left_out = []
+    listed = []
     for outcome in _outcomes(work):
         sources[outcome.source][outcome.reason or "kept"] += 1
         if outcome.record is None:
-            left_out.append(_OUTCOME.dump_json(outcome, include=_LISTED).decode() + "\n")
+            listed.append(_OUTCOME.dump_json(outcome, include=_LISTED).decode() + "\n")
             continue
         kinds.add(type(outcome.record))
         if isinstance(outcome.record, Conversation):
             lengths.append(outcome.record.tokens)
-        sizes.update(outcome.sizes)
-        longest = max(longest, outcome.longest)
-    write_atomically(folder / LEFT_OUT, "".join(left_out))
+        sizes.update({clip.path: (clip.height, clip.width) for clip in outcome.clips}.values())
+    write_atomically(folder / LEFT_OUT, "".join(listed))
     if not kinds:
         # Otherwise the same ones would be left out again, after the files were mended.
         work.unlink()
         raise ValueError(
-            f"{folder}: none of {len(left_out)} rows can be used; see their reasons in "
+            f"{folder}: none of {len(listed)} rows can be used; see their reasons in "
             f"{folder / LEFT_OUT}, mend them, and prepare again"
         )
     names: dict[type, str] = {Question: "questions", Conversation: "conversations"}
@@ -320,6 +316,5 @@ def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
     return Summary(
         sources={source: dict(reasons) for source, reasons in sources.items()},
         sizes=[list(size) for size, _ in sizes.most_common()],
-        longest=longest,
         lengths=lengths,
     )

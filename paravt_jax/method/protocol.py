@@ -384,10 +384,6 @@ class Protocol:
         forged = len(self._special.findall(text)) > len(self._special.findall(template))
         return self.plain(text) if forged else text
 
-    def measure_label(self, time: float) -> int:
-        """Count the tokens of a frame's label: its timestamp and two vision marks."""
-        return len(self._timestamp(time)) + 2
-
     def images(
         self, frames: Sequence[Frame], image_tokens: int | Sequence[int], timed: bool = True
     ) -> list[Int32[np.ndarray, " n"]]:

@@ -58,7 +58,7 @@ def lengths(
     """Return the longest sequences of a run.
 
     No tokenizer is needed, because texts are bounded: `limits.text_tokens`, `label_tokens` and
-    REQUEST_TOKENS. `train.prepare` checks these bounds against the run's tokenizer.
+    REQUEST_TOKENS. Tests hold these bounds against the families' tokenizers.
 
     Args:
         limits: the limits of the protocol.

@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paravt_jax.method.protocol import Lengths
+from paravt_jax.method.protocol import Lengths, Protocol, ProtocolSettings
+from paravt_jax.method.records import Frame
+from paravt_jax.world import text as world_text
+from paravt_jax.world.videos import SECONDS
 from rollout.engine.settings import EngineSizes
-from rollout.engine.sizing import MOST_PREFILL, EngineSettings, engine_sizes
+from rollout.engine.sizing import (
+    LABEL_TOKENS,
+    MOST_PREFILL,
+    REQUEST_TOKENS,
+    EngineSettings,
+    engine_sizes,
+)
 
 tokens = st.integers(1, 40_000)
 tunings = st.builds(
@@ -47,6 +56,20 @@ def test_every_sequence_of_a_run_fits(longest, tuning, rows_per_prefix, shared):
     assert bool(engine.prefix_lengths) is shared
     if shared:
         assert engine.prefix_lengths[-1] >= longest.prompt
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "reserved", "time"),
+    [
+        ("cut_vocabulary", LABEL_TOKENS, 99_999.9),
+        ("small_vocabulary", world_text.LABEL_TOKENS, float(SECONDS)),
+    ],
+)
+def test_labels_and_requests_fit_what_is_reserved_for_them(tokenizer, reserved, time, request):
+    protocol = Protocol(request.getfixturevalue(tokenizer), ProtocolSettings())
+    label, marks = protocol.images([Frame("a.mp4", 0, time)], 0)
+    assert len(label) + len(marks) <= reserved
+    assert len(protocol.window((), 0).ids) <= REQUEST_TOKENS
 
 
 @settings(max_examples=300, deadline=None)
