@@ -16,18 +16,17 @@ import os
 import pathlib
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import filelock
 import jax
+from tqdm import tqdm
 
 from models.devices import host_memory
 from models.sharding import Lowering
 from paravt_jax.data.any_path import AnyPath, is_bucket, user_folder
 from paravt_jax.processes import hosts
-from paravt_jax.progress import Progress
 
 # Compiling a program of the 8B model for TPU takes up to this many bytes (docs/scale.md).
 _COMPILE_BYTES = 3e9
@@ -54,17 +53,16 @@ def compile_ahead(lowerings: Iterable[Lowering], shown: bool = True) -> None:
     Raises:
         JaxRuntimeError: A program cannot be compiled; for example, it needs too much memory.
     """
-    began = time.monotonic()
     pool = ThreadPoolExecutor(compile_threads())
     try:
         # Tracing is Python code, so threads would not make it faster. Meanwhile, the threads
         # compile what is traced already.
         compiling = [pool.submit(lower().compile) for lower in lowerings]
-        with Progress("compile", "program", shown=shown) as progress:
-            for done, future in enumerate(as_completed(compiling), 1):
+        finished = as_completed(compiling)
+        count = len(compiling)
+        with tqdm(finished, "compile", count, unit="program", delay=1, disable=not shown) as bar:
+            for future in bar:
                 future.result()
-                if time.monotonic() - began > 1:
-                    progress.update(done, len(compiling))
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -10,12 +10,12 @@ import time
 from typing import Any, Literal, NamedTuple
 
 import jax
+from tqdm import tqdm
 
 from paravt_jax.data.stored import write_checked_json
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.processes import hosts
-from paravt_jax.progress import Progress
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
@@ -118,15 +118,15 @@ class Evaluator:
     def _play_missing(self, actor: EngineActor, evaluation: _Evaluation) -> None:
         """Play the settings whose K has no file yet."""
         budgets = self.run.evaluation.frames
-        with Progress(f"evaluate {evaluation.name}", "K", shown=hosts.is_first()) as progress:
-            for number, k in enumerate(budgets, 1):
+        title = f"evaluate {evaluation.name}"
+        with tqdm(budgets, title, unit="K", disable=not hosts.is_first()) as bar:
+            for k in bar:
                 file = self._file(evaluation.name, k)
                 if not hosts.from_first(file.exists):
                     content = self._play_k(actor, evaluation, k)
                     with hosts.one_after_another():
                         if hosts.is_first():
                             self._write(file, content)
-                progress.update(number, len(budgets))
 
     def _play_k(self, actor: EngineActor, evaluation: _Evaluation, k: int) -> dict[str, Any]:
         """Play all settings with `k` frames.

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tqdm import tqdm
+
 from configs import RECIPES
 from models.weights.folder import local_folder
 from paravt_jax.data import datasets, tokenizer_file
@@ -41,7 +43,6 @@ from paravt_jax.method.records import Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import UserError, run_command
-from paravt_jax.progress import Progress
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world_videos
 from paravt_jax.world.text import TextSettings
@@ -121,11 +122,10 @@ def _prepare_world(
             f"protocol.text_tokens: {run.protocol.text_tokens}; {len(too_long)} questions of the "
             "small world do not fit beside the system turn: give more"
         )
-    with Progress("render videos", "video", shown=hosts.is_first()) as progress:
-        videos = world_videos.plan(world)
-        for done, video in enumerate(videos, 1):
+    videos = world_videos.plan(world)
+    with tqdm(videos, "render videos", unit="video", disable=not hosts.is_first()) as bar:
+        for video in bar:
             world_videos.render(world, video, data.root)
-            progress.update(done, len(videos))
             check()
     return data
 

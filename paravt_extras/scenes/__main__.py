@@ -16,7 +16,6 @@ from paravt_extras.scenes.storyboard import SceneSettings
 from paravt_extras.scenes.write import missing_videos, write_scenes
 from paravt_jax.data.any_path import require_local
 from paravt_jax.processes.exit_codes import run_command
-from paravt_jax.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +47,7 @@ def _write(asked: _Asked) -> None:
     missing = missing_videos(settings, pathlib.Path(asked.out))
     minutes = sum(video.seconds for video in missing) / 60
     print(f"{len(missing)} videos to draw, {minutes:.0f} minutes long", file=sys.stderr)
-    with Progress("draw", "video") as progress:
-        write_scenes(settings, asked.out, progress.update)
+    write_scenes(settings, asked.out)
 
 
 if __name__ == "__main__":

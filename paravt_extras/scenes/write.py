@@ -17,9 +17,11 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import as_completed
 from typing import Any
+
+from tqdm import tqdm
 
 from paravt_extras import published_format
 from paravt_extras.scenes.ask import questions
@@ -42,17 +44,12 @@ def missing_videos(settings: SceneSettings, folder: pathlib.Path) -> tuple[Scene
     return tuple(v for v in plan_videos(settings) if not (folder / MEDIA / v.path).exists())
 
 
-def write_scenes(
-    settings: SceneSettings,
-    folder: str | os.PathLike[str],
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
+def write_scenes(settings: SceneSettings, folder: str | os.PathLike[str]) -> None:
     """Write the files that a folder lacks. An interrupted call can be repeated.
 
     Args:
         settings: The world.
         folder: Where to write.
-        progress: Called with the numbers of finished videos and of all.
 
     Raises:
         ValueError: The folder holds something else, or a number is too small.
@@ -64,7 +61,7 @@ def write_scenes(
         missing = missing_videos(settings, folder)
         videos = plan_videos(settings)
         try:
-            _draw(missing, folder / MEDIA, len(videos), progress)
+            _draw(missing, folder / MEDIA)
         finally:
             for unfinished in (folder / MEDIA).rglob("*.tmp"):
                 unfinished.unlink()
@@ -87,23 +84,16 @@ def _claim(settings: SceneSettings, folder: pathlib.Path) -> None:
     write_atomically(file, json.dumps(wanted))
 
 
-def _draw(
-    missing: Sequence[SceneVideo],
-    media: pathlib.Path,
-    total: int,
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    done = total - len(missing)
+def _draw(missing: Sequence[SceneVideo], media: pathlib.Path) -> None:
     if not missing:
         return
     # One process per core draws.
     count = min(os.cpu_count() or 1, len(missing))
     with Workers(functools.partial(_draw_video, str(media)), count, _DEADLINE) as pool:
-        for future in as_completed([pool.submit(video) for video in missing]):
-            future.result()
-            done += 1
-            if progress is not None:
-                progress(done, total)
+        drawing = [pool.submit(video) for video in missing]
+        with tqdm(as_completed(drawing), "draw", len(missing), unit="video") as bar:
+            for future in bar:
+                future.result()
 
 
 def _draw_video(media: str, video: SceneVideo) -> None:

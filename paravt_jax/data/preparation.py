@@ -29,6 +29,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pydantic
+from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from paravt_jax.data import datasets
@@ -50,7 +51,6 @@ from paravt_jax.data.stored import (
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Question
-from paravt_jax.progress import Progress
 
 LEFT_OUT = "left_out.jsonl"
 # Written last: if it exists, the set is complete.
@@ -219,13 +219,12 @@ def prepare_examples(
     with (
         work.open("ab") as file,
         Workers(functools.partial(read_example, reading), os.cpu_count() or 1, deadline) as pool,
-        Progress("prepare data", "example") as progress,
+        tqdm(desc="prepare data", total=examples.count, initial=done, unit="example") as bar,
     ):
         for outcome in _read(left, pool):
             file.write(_OUTCOME.dump_json(outcome) + b"\n")
             file.flush()
-            done += 1
-            progress.update(done, examples.count)
+            bar.update()
             check()
     summary = _store(folder, work)
     content = _Set(settings=settings, files=examples.files, root=reading.root, summary=summary)

@@ -16,11 +16,11 @@ from typing import Any
 import httpx2
 import huggingface_hub
 from huggingface_hub import constants, errors
+from tqdm import tqdm
 
 from paravt_jax.data.archives import SUFFIXES, unpack
 from paravt_jax.data.buckets import fetch_files
 from paravt_jax.data.foreign import shortened
-from paravt_jax.progress import Progress
 
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _UNAUTHORIZED = 401
@@ -95,10 +95,9 @@ def media_root(
     archives = sorted(path.relative_to(fetched).as_posix() for path in files)
     if not archives:
         return fetched
-    with Progress("unpack media", "archive") as progress:
-        for done, name in enumerate(archives, 1):
+    with tqdm(archives, "unpack media", unit="archive") as bar:
+        for name in bar:
             unpack(name, fetched, root)
-            progress.update(done, len(archives))
             check()
     return root
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import jax
+from tqdm import tqdm
 
 from models.compilation import use_cache
 from models.peft_folder import base_folder
@@ -21,7 +22,6 @@ from models.weights.folder import require_readable, weights_hash
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
-from paravt_jax.progress import Progress
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.endpoint import ServerWatch
 from rollout.evaluation.benchmarks import BENCHMARKS, Item, Loaded, load, questions_hash
@@ -223,10 +223,11 @@ def _play_split(
                 players[0].environment.features.ahead(path, settings.k)
 
         queue = Queue(units, read_ahead, settings.episodes * len(groups))
-        progress = Progress(_split(settings), "question", every=10.0, shown=hosts.is_first())
-        stack.enter_context(progress)
-        watch = ServerWatch(settings.endpoint[0] if settings.endpoint else "", proven)
+        shown = hosts.is_first()
         total = sum(map(len, units))
+        bar = tqdm(desc=_split(settings), total=total, unit="question", disable=not shown)
+        stack.enter_context(bar)
+        watch = ServerWatch(settings.endpoint[0] if settings.endpoint else "", proven)
 
         def play_items() -> None:
             scores: list[float] = []
@@ -236,7 +237,8 @@ def _play_split(
                 if "left_out" not in line:
                     scores.append(line["score"])
                 mean = {"score": 100 * statistics.fmean(scores)} if scores else {}
-                progress.update(done, total, mean | {"left out": done - len(scores)})
+                bar.set_postfix(mean | {"left out": done - len(scores)}, refresh=False)
+                bar.update()
                 watch.add(line)
 
         hosts.on_all(play_items)

@@ -68,7 +68,7 @@ def test_a_run_returns_writes_and_prints_its_summary(run, tmp_path):
     assert "VideoMME w/o: 33.3 [" in printed
     assert "] on 3 of 6 questions\n" in printed
     assert "left out, missing: 2 questions, such as data/gone.mp4" in printed
-    assert "videomme: 100% 6/6 " in printed
+    assert "| 6/6 [" in printed
     assert "score=33.3" in printed
     config = read_json(tmp_path / "out" / "config.json")
     assert config["identity"]["weights"]
@@ -84,10 +84,10 @@ def test_a_second_run_plays_only_what_has_no_score(run, tmp_path):
     file.write_bytes(lines + lines[:50])  # killed while writing
     second, printed = run()
     assert second["n"] == 3
-    assert "videomme: 100% 5/5" in printed
+    assert "| 5/5 [" in printed
     assert file.read_bytes().startswith(lines + b"{")
     third, printed = run()
-    assert "videomme: 100% 3/3" in printed  # questions that were left out are tried again
+    assert "| 3/3 [" in printed  # questions that were left out are tried again
     at_once, _ = run(out=str(tmp_path / "other"))
     assert without_run(third) == without_run(at_once)
 
@@ -144,7 +144,7 @@ def test_own_questions_come_from_a_file_or_from_python(run, videos, tmp_path):
     assert summary["left_out"]["missing"]["questions"] == 1
     assert list(summary["left_out"]["unreadable"]["videos"]) == ["data/noise.mp4"]
     assert "own questions: 50.0 [" in printed
-    assert "my: 100% 5/5" in printed
+    assert "| 5/5 [" in printed
     records = read_questions(file, videos)
     from_python, _ = run(records, benchmark="", data=str(videos), out=str(tmp_path / "python"))
     assert without_run(from_python) == without_run(summary)
