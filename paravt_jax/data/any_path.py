@@ -49,14 +49,16 @@ def any_path(path: str | os.PathLike[str]) -> AnyPath:
 
 
 def require_folder_or_bucket(field: str, path: str) -> None:
-    """Raise ValueError unless `path` is local, or a folder in a bucket whose package is there."""
+    """Raise unless `path` is local, or a folder in a bucket whose package is there.
+
+    Raises:
+        ValueError: It is another address, or names no folder in its bucket.
+        ModuleNotFoundError: The package is missing.
+    """
     if is_bucket(path):
         if not _FOLDER.fullmatch(path):
             raise ValueError(f"{field}: {path}; give a folder in a bucket, as gs://BUCKET/FOLDER")
-        try:
-            require_client(path)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{field}: {error}") from error
+        require_client(path)
     elif _ADDRESS.match(path):
         raise ValueError(
             f"{field}: {path} is an address that runs cannot write to; give a local folder, one "

@@ -8,7 +8,6 @@ unpacked, so that the next call skips it.
 
 from __future__ import annotations
 
-import errno
 import gzip
 import hashlib
 import io
@@ -33,8 +32,6 @@ _HEADER = 512  # bytes of a member's header
 _TAR_END = bytes(2 * _HEADER)
 _MOST_AT_ONCE = 2**17  # bytes of a read; tarfile copies files in smaller ones
 _GZIP = b"\x1f\x8b"
-# Errors of the disk or of permissions. All others come from the archive.
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 class ArchiveError(ValueError):
@@ -52,8 +49,8 @@ def unpack(name: str, source: pathlib.Path, root: pathlib.Path) -> None:
         root: Where to unpack it.
 
     Raises:
-        ArchiveError: It is damaged or must not be unpacked.
-        OSError: The disk is full or cannot be written.
+        ArchiveError: It is damaged or must not be unpacked, or the disk is full or cannot be
+            written.
     """
     path = source / name
     target = os.path.realpath(path)
@@ -77,12 +74,10 @@ def unpack(name: str, source: pathlib.Path, root: pathlib.Path) -> None:
         mark.touch()
     # Broad because damaged archives find errors of every kind in the libraries.
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-            raise
         reason = foreign.shortened(error, 200) or type(error).__name__
         raise ArchiveError(
-            f"{path}: cannot be unpacked ({reason}); it is kept: delete it and download it "
-            "again, or unpack it yourself"
+            f"{path}: cannot be unpacked ({reason}); it is kept: unless the disk is full, delete "
+            "it and download it again, or unpack it yourself"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

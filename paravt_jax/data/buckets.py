@@ -12,7 +12,7 @@ import hashlib
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import fsspec
@@ -62,10 +62,7 @@ def fetch_files(
         found: Any = system.find(top, detail=True)
     listed = {os.path.relpath(path, top.rstrip("/")): info for path, info in found.items()}
     names = [
-        name
-        for name in sorted(listed)
-        if (depth is None or name.count("/") <= depth)
-        and any(fnmatch.fnmatch(name.lower(), pattern) for pattern in patterns)
+        name for name in _matching(listed, patterns) if depth is None or name.count("/") <= depth
     ]
     if not names:
         raise FileNotFoundError(
@@ -102,8 +99,8 @@ def _fetch(system: fsspec.AbstractFileSystem, info: dict[str, Any], target: path
 def fetch_folder(address: str, patterns: Sequence[str]) -> pathlib.Path:
     """Fetch the matching files of an address into the user's cache, and return their folder.
 
-    Files in subfolders are left out. Files that the bucket does not have any more are deleted. The
-    arguments and errors are those of `fetch_files`.
+    Files in subfolders are left out. Matching files that the bucket does not have any more are
+    deleted. The arguments and errors are those of `fetch_files`.
     """
     digest = hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
     folder = user_folder() / "fetched" / digest
@@ -112,10 +109,19 @@ def fetch_folder(address: str, patterns: Sequence[str]) -> pathlib.Path:
     # the files.
     with lock(folder / ".lock", wait=True):
         names = fetch_files(address, folder, patterns, depth=0)
-        for file in folder.iterdir():
-            if not file.name.startswith(".") and file.name not in names:
-                file.unlink()
+        # The weights stay if only other files were asked for.
+        for name in _matching(os.listdir(folder), patterns):
+            if not name.startswith(".") and name not in names:
+                (folder / name).unlink()
     return folder
+
+
+def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    return sorted(
+        name
+        for name in names
+        if any(fnmatch.fnmatch(name.lower(), pattern) for pattern in patterns)
+    )
 
 
 @contextlib.contextmanager

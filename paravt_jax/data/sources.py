@@ -23,7 +23,8 @@ from paravt_jax.data.buckets import fetch_files
 from paravt_jax.data.foreign import shortened
 
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_UNAUTHORIZED = 401
+# Unauthorised, forbidden and not found: asking again would not help.
+_REFUSED = {401, 403, 404}
 # What the client raises where a download fails.
 _FAILURES = (
     errors.HfHubHTTPError,
@@ -152,25 +153,12 @@ def _named_failures(id: str, repo_type: str) -> Iterator[None]:
         yield
     except _FAILURES as error:
         page = f"{constants.ENDPOINT}/{'datasets/' if repo_type == 'dataset' else ''}{id}"
-        # A gated repository counts as not found, and an old token as not authorised.
-        refused = isinstance(error, errors.RepositoryNotFoundError) or (
-            isinstance(error, errors.HfHubHTTPError) and error.response.status_code == _UNAUTHORIZED
-        )
-        kind = FileNotFoundError
-        if refused:
-            why = (
-                "it does not exist, is private or gated, or your token is not valid; check the id, "
-                f"accept the terms on {page} and log in (hf auth login, or set HF_TOKEN)"
-            )
-        elif constants.HF_HUB_OFFLINE:
-            why = "it is not in the cache, and HF_HUB_OFFLINE is set; unset it"
-        else:
-            kind = ConnectionError
-            # The messages of the hub's client have several lines.
-            text = shortened(f"{type(error).__name__}: {error}", 300)
-            why = f"{text}; check the network and repeat the command"
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        is_final = status in _REFUSED or constants.HF_HUB_OFFLINE
         # Not from the client's error, whose type would decide the exit code of a command.
-        raise kind(
-            f"{id}: no such folder, and the download from the hub failed: {why}, or download it "
-            "elsewhere and give its folder"
+        raise (FileNotFoundError if is_final else ConnectionError)(
+            f"{id}: no such folder, and the download from the hub failed ({type(error).__name__}: "
+            f"{shortened(error, 300)}); check the id, the network and HF_HUB_OFFLINE; if {page} is "
+            "private or gated, accept its terms and log in (hf auth login, or set HF_TOKEN); or "
+            "download it elsewhere and give its folder"
         ) from None

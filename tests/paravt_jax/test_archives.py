@@ -20,6 +20,7 @@ from collections.abc import Mapping
 import pytest
 
 from paravt_jax.data.archives import ArchiveError, unpack
+from paravt_jax.processes.exit_codes import TEMPORARY, exit_code
 
 ROOT = pathlib.Path(__file__).parents[2]
 VIDEOS = {
@@ -185,15 +186,16 @@ def test_names_that_no_disk_takes_are_errors_of_the_archive(source, tmp_path, na
         unpack_all(source, tmp_path / "root")
 
 
-def test_a_full_disk_is_no_error_of_the_archive(source, tmp_path, monkeypatch):
+def test_a_full_disk_may_recover(source, tmp_path, monkeypatch):
     (source / "v.zip").write_bytes(packed("v.zip", VIDEOS))
 
     def full(*_arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(zipfile.ZipFile, "extractall", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ArchiveError, match="No space left") as error:
         unpack_all(source, tmp_path / "root")
+    assert exit_code(error.value) == TEMPORARY
 
 
 @pytest.mark.parametrize("zeros", [10_240, 4_000_000])

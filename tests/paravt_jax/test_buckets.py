@@ -80,6 +80,7 @@ def test_a_folder_is_fetched_once_and_changed_files_again(address):
     write(address, {"config.json": b"[]"})  # of the same size
     fetch_folder(address, ["*.json", "*.safetensors"])
     assert (folder / "config.json").read_bytes() == b"[]"
+    fetch_folder(address, ["*.json"])
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
     system, top = fsspec.core.url_to_fs(address)
     system.rm_file(f"{top}/model.safetensors")

@@ -93,7 +93,7 @@ def test_archives_are_unpacked_once_into_one_root(tmp_path):
 def test_an_offline_hub_is_not_asked_again(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(OSError, match="owner/none: .*HF_HUB_OFFLINE is set") as error:
+    with pytest.raises(OSError, match="owner/none: .*HF_HUB_OFFLINE") as error:
         sources.snapshot("owner/none", ["*.json"])
     assert exit_code(error.value) == FAILED
 
@@ -104,6 +104,6 @@ def test_a_network_that_does_not_answer_is_asked_again(monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(OSError, match="owner/none: .*no route to host; check the network") as error:
+    with pytest.raises(OSError, match="owner/none: .*no route to host.* check .* network") as error:
         sources.snapshot("owner/none", ["*.json"])
     assert exit_code(error.value) == TEMPORARY
