@@ -42,36 +42,25 @@ def any_path(path: str | os.PathLike[str]) -> AnyPath:
     """
     if not is_bucket(path):
         return pathlib.Path(path).absolute()
-    require_client(os.fspath(path))
+    # gcsfs brings google-cloud-storage.
+    if importlib.util.find_spec("gcsfs") is None:
+        raise ModuleNotFoundError(
+            f"{path} needs the package gcsfs; install it with pip install -e '.[gcs]'"
+        )
     # TensorStore and other hosts write beside gcsfs, so what it listed before does not count.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     return epath.Path(path)
 
 
 def require_folder_or_bucket(field: str, path: str) -> None:
-    """Raise unless `path` is local, or a folder in a bucket whose package is there.
-
-    Raises:
-        ValueError: It is another address, or names no folder in its bucket.
-        ModuleNotFoundError: The package is missing.
-    """
+    """Raise ValueError unless `path` is local, or a folder in a bucket."""
     if is_bucket(path):
         if not _FOLDER.fullmatch(path):
             raise ValueError(f"{field}: {path}; give a folder in a bucket, as gs://BUCKET/FOLDER")
-        require_client(path)
     elif _ADDRESS.match(path):
         raise ValueError(
             f"{field}: {path} is an address that runs cannot write to; give a local folder, one "
             "that is mounted, or gs://BUCKET/FOLDER"
-        )
-
-
-def require_client(path: str) -> None:
-    """Raise ModuleNotFoundError unless the packages for buckets are installed."""
-    # gcsfs brings google-cloud-storage.
-    if importlib.util.find_spec("gcsfs") is None:
-        raise ModuleNotFoundError(
-            f"{path} needs the package gcsfs; install it with pip install -e '.[gcs]'"
         )
 
 
