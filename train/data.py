@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from models.features import VideoFiles
-from paravt_jax.data.loader import Ahead, Packing, pack, stream
+from paravt_jax.data.loader import Ahead, pack, stream
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Caption, Question
 from paravt_jax.method.tokenizer import Vocabulary
@@ -90,8 +90,8 @@ def hold_out(
     return training, tuple(heldout)
 
 
-def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
-    """Pack conversations into rows. Conversations longer than a row are left out.
+def pack_rows(data: Data, row_tokens: int, seed: int) -> _Batch:
+    """Pack conversations into rows. Conversations longer than a row are left out (`prepare`).
 
     Args:
         data: Its `lengths` decide which conversations share a row.
@@ -106,30 +106,24 @@ def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
     """
     # The constant makes this order independent of the other random streams of the same seed.
     order = np.random.default_rng([seed, 0x9AC4]).permutation(len(data.lengths)).tolist()
-    packing = pack([data.lengths[n] for n in order], row_tokens)
-    if not packing.rows:
+    rows = pack([data.lengths[n] for n in order], row_tokens)
+    if not rows:
         raise ValueError(
             f"sft.row_tokens: {row_tokens}; none of {len(order)} conversations fits into a row: "
             "choose longer rows, or prepare data with sft rows (data.annotations)"
         )
     # `pack` numbers conversations by their position in `order`; translate to numbers in `data`.
-    if packing.left_out and hosts.is_first():
-        print(
-            f"{len(packing.left_out)} of {len(order)} conversations are longer than sft.row_tokens "
-            f"({row_tokens}) and left out"
-        )
-    rows = tuple(tuple(order[n] for n in row) for row in packing.rows)
-    return Packing(rows, tuple(sorted(order[n] for n in packing.left_out)))
+    return tuple(tuple(order[n] for n in row) for row in rows)
 
 
 def row_stream(
-    data: Data, packing: Packing, files: VideoFiles | None, seed: int, rows: int
+    data: Data, packed: _Batch, files: VideoFiles | None, seed: int, rows: int
 ) -> grain.DatasetIterator[Any] | Ahead[_Batch, _Batch]:
     """Stream batches of packed rows without end.
 
     Args:
         data: The conversations.
-        packing: The rows, from `pack_rows`.
+        packed: The rows, from `pack_rows`.
         files: Reads this process's share of the frames in advance; None: nothing is prefetched.
         seed: Decides the order of rows.
         rows: Rows per batch.
@@ -138,7 +132,7 @@ def row_stream(
         An iterator over batches, each a tuple of `rows` rows of conversation numbers. All processes
         get the same batches.
     """
-    batches = stream(packing.rows, seed, rows)
+    batches = stream(packed, seed, rows)
     if files is None:
         return batches
 
@@ -155,9 +149,7 @@ def row_stream(
 class QuestionStream:
     """The questions of training, without end. The seed fixes their order.
 
-    Overviews of published videos are read in advance: those of the questions that are drawn, and
-    those of the step after them. The first step of a run with stale rollouts draws twice, which
-    takes from the next step, and that step's overviews are requested anew.
+    Overviews of published videos are read in advance: while a step plays, those of the next one.
 
     Args:
         data: The questions.
@@ -180,15 +172,12 @@ class QuestionStream:
         self._group_size = group_size
         self._budgets = budgets
         self._questions: Ahead[Any, tuple[Question, ...]] = Ahead(stream(data.questions, seed, 1))
-        # The step for which the overviews of the next questions were requested.
-        self._requested: int | None = None
 
     def draw(self, step: int) -> tuple[Question, ...]:
         """Draw a question for each prompt of a step, from 0: the same on every process."""
-        if self._requested != step:
-            self._read_ahead(step)
         drawn = tuple(question for _ in self._budgets(step) for question in next(self._questions))
-        self._read_ahead(step + 1)
+        if self._files is not None:
+            self._read_ahead(self._files, self._budgets(step + 1))
         return drawn
 
     def get_state(self) -> dict[str, Any]:
@@ -197,15 +186,10 @@ class QuestionStream:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Resume at `state`."""
-        self._requested = None
         self._questions.set_state(state)
 
-    def _read_ahead(self, step: int) -> None:
-        """Request the overviews of the next questions, which a step will ask."""
-        self._requested = step
-        if self._files is None:
-            return
-        budgets = self._budgets(step)
+    def _read_ahead(self, files: VideoFiles, budgets: Sequence[int]) -> None:
+        """Request the overviews of the next questions."""
         upcoming = self._questions.peek(len(budgets))
         # All rollouts of a step begin together, unless some outlive an update. These shift the
         # deal, and then some overviews are read when they are needed.
@@ -215,4 +199,4 @@ class QuestionStream:
         groups = {n // self._group_size for n, process in enumerate(dealt) if process == own}
         for group in sorted(groups):
             (question,) = upcoming[group]
-            self._files.ahead(question.video, budgets[group])
+            files.ahead(question.video, budgets[group])

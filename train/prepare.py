@@ -116,12 +116,10 @@ def _prepare_world(
         **splits,
     )
     # Texts come first: if they need more room, the run fails before it renders any video.
-    _, too_long = _without_long_questions(run, data)
+    _, too_long = _without_long_texts(run, data)
     if too_long:
-        raise ValueError(
-            f"protocol.text_tokens: {run.protocol.text_tokens}; {len(too_long)} questions of the "
-            "small world do not fit beside the system turn: give more"
-        )
+        reasons = " and ".join(sorted({*too_long.values()}))
+        raise ValueError(f"{len(too_long)} texts of the small world are {reasons}: give more")
     videos = world_videos.plan(world)
     with tqdm(videos, "render videos", unit="video", disable=not hosts.is_first()) as bar:
         for video in bar:
@@ -180,15 +178,7 @@ def _prepare_examples(
         sizes=tuple((height, width) for height, width in summary["sizes"]),
         digest=prepared.digest,
     )
-    too_long: dict[str, str] = {}
-    # SFT alone asks no questions, so their lengths do not matter to it.
-    if run.rl is not None or data.heldout:
-        data, ids = _without_long_questions(run, data)
-        too_long |= dict.fromkeys(ids, "longer than protocol.text_tokens")
-    if run.sft is not None:
-        numbers = (n for n, tokens in enumerate(data.lengths) if tokens > run.sft.row_tokens)
-        ids = (data.conversations[n].id for n in numbers)
-        too_long |= dict.fromkeys(ids, "longer than sft.row_tokens")
+    data, too_long = _without_long_texts(run, data)
     counts = {source: collections.Counter(n) for source, n in summary["sources"].items()}
     for id, reason in too_long.items():
         source = OWN if questions is not None else id.rpartition(":")[0]
@@ -280,32 +270,38 @@ def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
     return ProtocolSettings(**{name: getattr(limits, name) for name in names})
 
 
-def _without_long_questions(run: Run, data: Data) -> tuple[Data, list[str]]:
+def _without_long_texts(run: Run, data: Data) -> tuple[Data, dict[str, str]]:
     """Leave out questions that are too long for a prompt.
 
     Returns:
-        The data, and the ids of the questions that are left out.
+        The data; and by id, why questions and conversations are left out. Conversations that are
+        longer than a row stay in the data, and are not packed.
 
     Raises:
         ValueError: If no question is left to train on, or to evaluate with.
     """
     rules = Protocol(data.vocabulary, run.protocol)
+    limit = run.protocol.text_tokens
     # `text_tokens` is the room for the system turn and the question together.
     system = overview_tokens(rules, 0, 0, 0.0)
-    lengths = {
-        question.id: system + len(rules.question(question).ids)
-        for question in (*data.questions, *data.heldout)
-    }
-    limit = run.protocol.text_tokens
-    training = tuple(q for q in data.questions if lengths[q.id] <= limit)
-    heldout = tuple(q for q in data.heldout if lengths[q.id] <= limit)
+    too_long: dict[str, str] = {}
+    # SFT alone asks no questions, so their lengths do not matter to it.
+    if run.rl is not None or data.heldout:
+        for question in (*data.questions, *data.heldout):
+            if system + len(rules.question(question).ids) > limit:
+                too_long[question.id] = "longer than protocol.text_tokens"
+    training = tuple(q for q in data.questions if q.id not in too_long)
+    heldout = tuple(q for q in data.heldout if q.id not in too_long)
     if (data.heldout and not heldout) or (run.rl is not None and not training):
         raise ValueError(
-            f"protocol.text_tokens: {limit}; of {len(lengths)} questions, none to train on, or to "
-            f"evaluate with, fits beside the system turn of {system} tokens: give more, or give rl "
-            "files in data.annotations"
+            f"protocol.text_tokens: {limit}; of {len(data.questions) + len(data.heldout)} "
+            "questions, none to train on, or to evaluate with, fits beside the system turn of "
+            f"{system} tokens: give more, or give rl files in data.annotations"
         )
-    too_long = [id for id, length in lengths.items() if length > limit]
+    if run.sft is not None:
+        for number, tokens in enumerate(data.lengths):
+            if tokens > run.sft.row_tokens:
+                too_long[data.conversations[number].id] = "longer than sft.row_tokens"
     return dataclasses.replace(data, questions=training, heldout=heldout), too_long
 
 

@@ -10,7 +10,7 @@ import collections
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import grain
 import numpy as np
@@ -175,42 +175,31 @@ def _attempt(make: Callable[[], _Batch]) -> Future[_Batch]:
     return outcome
 
 
-class Packing(NamedTuple):
-    """Which samples share a row.
-
-    Attributes:
-        rows: The sample numbers of each row, in order.
-        left_out: Numbers of the samples that are longer than a row.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    left_out: tuple[int, ...]
-
-
-def pack(lengths: Sequence[int], length: int) -> Packing:
+def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
     """Pack samples first-fit: each goes into the first row with enough room, or into a new row.
 
     The result depends only on the lengths and their order.
 
     Args:
         lengths: Tokens of each sample, at least 1.
-        length: Tokens per row. Longer samples are left out and listed.
+        length: Tokens per row. Longer samples are left out.
+
+    Returns:
+        The sample numbers of each row, in order.
 
     Example:
-        >>> pack([3, 4, 2, 9], length=5).rows
-        ((0, 2), (1,))
+        >>> pack([3, 4, 2, 9], length=5)
+        [[0, 2], [1]]
     """
     rows: list[list[int]] = []
-    left_out: list[int] = []
     # Free tokens of every row, those without a sample included.
     free = np.full(len(lengths), length)
     for sample, tokens in enumerate(lengths):
         if tokens > length:
-            left_out.append(sample)
             continue
         row = int(np.argmax(free[: len(rows) + 1] >= tokens))
         if row == len(rows):
             rows.append([])
         rows[row].append(sample)
         free[row] -= tokens
-    return Packing(tuple(map(tuple, rows)), tuple(left_out))
+    return rows

@@ -291,8 +291,8 @@ def test_other_addresses_are_refused_in_one_line(field, path, message):
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"run_dir: gs://bucket/x needs .* '\.\[gcs\]'"):
-        change(paravt_tiny(), "x", {"run_dir": "gs://bucket/x"})
+    with pytest.raises(ModuleNotFoundError, match=r"gs://bucket/x needs .* '\.\[gcs\]'"):
+        RunFolder("gs://bucket/x")
 
 
 def test_compiled_programs_are_kept_in_the_bucket(store):

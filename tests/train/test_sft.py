@@ -85,7 +85,7 @@ def placed_rows(step: SFTStep) -> tuple[np.ndarray, np.ndarray]:
 
 def test_a_step_trains_on_the_responses_of_agents(road):
     """A row has its conversations' responses in order; main agents' include the opening."""
-    steps, packing = batches(road), pack_rows(road.data, road.run.sft.row_tokens, road.run.seed)
+    steps, packed = batches(road), pack_rows(road.data, road.run.sft.row_tokens, road.run.seed)
     said = {
         "".join(
             f"{turn.content[0]}<|im_end|>"
@@ -93,7 +93,7 @@ def test_a_step_trains_on_the_responses_of_agents(road):
             for turn in conversation.turns
             if turn.role == "assistant"
         )
-        for numbers in packing.rows
+        for numbers in packed
     }
     assert any(PINNED in text for text in said)
     for _ in range(2):

@@ -237,16 +237,16 @@ class SFTBatches:
         self._mesh = mesh
         self._protocol = environment.protocol
         self._features = environment.features
-        packing = pack_rows(data, settings.row_tokens, seed)
-        rows = row_stream(data, packing, files, seed, settings.rows)
+        packed = pack_rows(data, settings.row_tokens, seed)
+        rows = row_stream(data, packed, files, seed, settings.rows)
         self._pipeline = Pipeline(rows, self._begin, self._finish)
         # Conversations of published data are read from disk, row by row.
-        chats = (data.row(numbers) for numbers in packing.rows)
+        chats = (data.row(numbers) for numbers in packed)
         features, vision = self._features, self._features.trained
         visual = max(1, most_visual(chats, features.settings, features.config.vision))
         frames = 0
         if vision is not None and vision.whole:
-            frames = max(1, most_frames(data.row(numbers) for numbers in packing.rows))
+            frames = max(1, most_frames(data.row(numbers) for numbers in packed))
         shape = dataclasses.replace(settings.shape, visual=visual, frames=frames)
         self._devices = row_devices(mesh)
         self.shape = shape.fitted(settings.microbatches, self._devices)
