@@ -36,7 +36,7 @@ from models.model import VisionLanguageModel, abstract_model
 from models.sharding import BATCH, Lowering, MeshProgram, make_mesh, param_shardings, row_devices
 from models.trained import Skeleton, TrainedVision, cached_shape, split, split_vision
 from models.vision import encoding_weights, frame_layout
-from paravt_extras.fit import GIB, fit, mesh_sizes
+from paravt_extras.fit import GIB, device_bytes, fit
 from paravt_extras.slices import Chip, Topology
 from paravt_jax.method.grpo.loss import batch_totals
 from paravt_jax.world.vocabulary import world_vocabulary
@@ -253,7 +253,7 @@ def programs(run: Run, devices: Sequence[Any], host: Sequence[Any]) -> list[Prog
         devices: Devices of the slice, ordered by host.
         host: Devices of one host, which plays its rollouts by itself.
     """
-    planned = PlannedModel.of(run, make_mesh(*mesh_sizes(run), devices=devices))
+    planned = PlannedModel.of(run, make_mesh(*run.mesh.sizes, devices=devices))
     vision = tower_lowering(planned, host)
     always = {"weights": planned.weights, "vision tower": vision.args[0]}
     training = always | {"base": planned.skeleton.frozen}
@@ -303,12 +303,6 @@ def _cast(weights: Any, dtype: Any) -> Any:
     """Return the weights in another type, with their shardings."""
     moved = jax.eval_shape(lambda x: cast(x, dtype), weights)
     return like(moved, jax.tree.map(lambda x: x.sharding, weights))
-
-
-def device_bytes(tree: Any) -> float:
-    """Return the bytes of sharded arrays on one device."""
-    shards = [(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree)]
-    return float(sum(math.prod(shape) * itemsize for shape, itemsize in shards))
 
 
 # --- the command ---
@@ -383,9 +377,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         topology = Topology(options.topology)
         fitted = fit(run, topology.available)
-        if math.prod(mesh_sizes(fitted.run)) != topology.devices:
+        if math.prod(fitted.run.mesh.sizes) != topology.devices:
             raise ValueError(
-                f"mesh: {mesh_sizes(fitted.run)} (data, fsdp, tensor): the product must equal the "
+                f"mesh: {fitted.run.mesh.sizes} (data, fsdp, tensor): the product must equal the "
                 f"{topology.devices} devices of {topology.name}; change --mesh"
             )
         every = programs(fitted.run, topology.make_devices(), topology.host.make_devices())

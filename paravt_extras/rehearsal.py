@@ -29,7 +29,7 @@ from paravt_jax.processes import cluster, hosts
 from train.cli import parse
 from train.model_folder import copy_tokenizer
 from train.run import command, train
-from train.settings import MeshSettings, Run, change
+from train.settings import Run, change
 
 # Upper bounds on settings, by dotted name. On a CPU, the softmax over the vocabulary takes most of
 # the time and of the memory, so there are few tokens and small chunks of them. The demonstrations
@@ -78,7 +78,7 @@ def rehearsal(run: Run) -> Run:
     most_tensor = small.model.config().text.most_tensor
     mesh = choose_mesh(run, found_devices(), most_tensor)
     fields: dict[str, Any] = {
-        "mesh": MeshSettings(*mesh),
+        "mesh": mesh,
         "model.path": str(weights),
         "data.annotations": str(scenes / ANNOTATIONS),
         "data.folder": str(folder / "set"),

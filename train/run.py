@@ -117,7 +117,7 @@ def execute(
     run = fitted.run
     config |= {"fitted": fitted.chosen}
     hosts.require_same("the run's settings", config)
-    mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
+    mesh = make_mesh(*run.mesh.sizes)
     require_even(mesh)
     require_model(run)
     with contextlib.ExitStack() as stack:

@@ -104,6 +104,11 @@ class MeshSettings:
         require_at_least("mesh", self, 1, "data")
         require_at_least("mesh", self, 0, "fsdp", "tensor")
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The sizes of (data, fsdp, tensor)."""
+        return self.data, self.fsdp, self.tensor
+
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:

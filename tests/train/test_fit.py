@@ -12,7 +12,7 @@ import pytest
 import paravt_extras.fit as command
 from configs import RECIPES
 from models.lora import LoRASettings
-from paravt_extras.fit import GIB, OPEN_FIELDS, choose_mesh, fit, mesh_sizes
+from paravt_extras.fit import GIB, OPEN_FIELDS, choose_mesh, fit
 from paravt_extras.rehearsal import cut
 from paravt_extras.slices import Devices, Topology, known_slices
 from train.settings import Run, change
@@ -33,7 +33,7 @@ def test_nothing_stays_open_and_everything_fits(name):
     fitted = fit(RUN, devices)
     assert set(OPEN_FIELDS) <= set(fitted.chosen)
     assert not fit(fitted.run, devices).chosen
-    data, fsdp, tensor = mesh_sizes(fitted.run)
+    data, fsdp, tensor = fitted.run.mesh.sizes
     assert data * fsdp * tensor == devices.count
     assert data % devices.slices == 0 and data * fsdp % devices.hosts == 0
     assert set(fitted.needs) == {"cold start", "PARA-GRPO", "rollouts"}
@@ -61,14 +61,14 @@ def test_nothing_stays_open_and_everything_fits(name):
     ],
 )
 def test_open_axes_of_the_mesh_are_chosen(slice_name, fields, expected):
-    assert mesh_sizes(fitted_to(slice_name, change(RUN, "odd", fields))) == expected
+    assert fitted_to(slice_name, change(RUN, "odd", fields)).mesh.sizes == expected
 
 
 @pytest.mark.parametrize(
     ("slice_name", "mesh", "words"),
     [
         ("v5e:4x4", (1, 0, 3), "does not divide 16 devices"),
-        ("v5e:2x2", (1, 1, 3), "do not divide over 3 devices"),
+        ("v5e:2x2", (1, 1, 3), "not divide over 3 devices"),
         ("v5e:16x16", (1, 512, 1), "takes 512 of 256 devices"),
         ("v5e:16x16", (1, 128, 1), "several hosts have to use all"),
         ("v5e:16x16", (1, 16, 16), "64 hosts"),
@@ -99,6 +99,16 @@ def test_values_set_by_hand_stay():
     assert not by_hand.keys() & fitted.chosen.keys()
     tiny = RECIPES["paravt_tiny"]()
     assert fit(tiny, Devices("a wrist watch", 1, 1, 1e6)).run == tiny
+
+
+def test_a_cold_start_is_estimated_with_the_micro_batches_that_its_rows_allow():
+    devices = Topology("v6e:4x4").available
+    needs = [
+        fit(change(RUN, "by_hand", {"sft.remat": "full", "sft.microbatches": most}), devices).needs
+        for most in (1, 2)
+    ]
+    # 16 rows on 16 devices are one micro-batch.
+    assert needs[0] == needs[1]
 
 
 def test_too_small_a_slice_is_one_line_with_those_that_would_do():
