@@ -19,7 +19,7 @@ from paravt_jax.data import sources
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.archives import SUFFIXES, unpack
 from paravt_jax.data.stored import lock, write_atomically
-from paravt_jax.processes.exit_codes import run_command
+from paravt_jax.processes.cluster import run_command
 from rollout.evaluation.benchmarks import BENCHMARKS, Benchmark
 
 _JOINED = ".joined"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from paravt_extras.markdown import table_of_figures
-from paravt_jax.processes.exit_codes import run_command
+from paravt_jax.processes.cluster import run_command
 from train.durable.run_folder import read_config
 from train.result import read_result
 

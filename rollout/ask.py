@@ -46,7 +46,7 @@ from paravt_jax.method.records import (
 )
 from paravt_jax.method.rewards import RewardSettings, combine
 from paravt_jax.method.tokenizer import Vocabulary
-from paravt_jax.processes.exit_codes import USER_ERRORS
+from paravt_jax.processes.cluster import run_command
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
@@ -232,16 +232,11 @@ class AskSettings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
+    """Run the command and return its exit code. A user's mistake prints one line."""
     reserve_memory()
     prog = "python -m rollout.ask"
     asked = tyro.cli(AskSettings, args=argv, prog=prog, description=__doc__)
-    try:
-        _answer(asked)
-    except USER_ERRORS as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(lambda: _answer(asked))
 
 
 def _answer(asked: AskSettings) -> None:

@@ -9,7 +9,6 @@ import argparse
 import json
 import pathlib
 import sys
-import traceback
 from collections.abc import Sequence
 
 import tyro
@@ -18,12 +17,12 @@ from models.devices import reserve_memory
 from paravt_extras.compare import compare, comparison_text
 from paravt_extras.table_1 import table_1
 from paravt_jax.processes import cluster
-from paravt_jax.processes.exit_codes import FAILED, LOST, USAGE, USER_ERRORS, exit_code
 from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
 
 _PROG = "python -m rollout.evaluate"
+_LESS_MEMORY = "lower --episodes, use --dtype bfloat16, or --tensor over more devices"
 # Blank lines: the help would join single lines.
 _MODES = "\n\n".join(
     [
@@ -35,41 +34,23 @@ _MODES = "\n\n".join(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
+    """Run the command and return its exit code. A user's mistake prints one line."""
     reserve_memory()
     argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if {"--compare", "--table"} & {word.split("=")[0] for word in argv}:
-            return _other_uses(argv)
-        description = f"{__doc__}\n{_MODES}"
-        return _evaluate(
-            tyro.cli(BenchmarkSettings, args=argv, prog=_PROG, description=description)
-        )
-    except KeyboardInterrupt:
-        print("stopped; the same command continues with the next question", file=sys.stderr)
-        return 130
-    except USER_ERRORS as error:
-        code = exit_code(error)
-        return cluster.leave(USAGE if code == FAILED else code, f"{_PROG}: {error}")
-    except Exception as error:
-        traceback.print_exc()
-        message = f"{_PROG}: unforeseen, {type(error).__name__} (above); the same command continues"
-        if "RESOURCE_EXHAUSTED" in str(error):
-            message += (
-                "; with too little memory, lower --episodes, use --dtype bfloat16, or --tensor "
-                "over more devices"
-            )
-        return cluster.leave(LOST, message)
+    is_other = {"--compare", "--table"} & {word.split("=")[0] for word in argv}
+    work = _other_uses if is_other else _evaluate
+    return cluster.run_command(lambda: work(argv), _LESS_MEMORY)
 
 
-def _evaluate(settings: BenchmarkSettings) -> int:
+def _evaluate(argv: Sequence[str]) -> int:
+    description = f"{__doc__}\n{_MODES}"
+    settings = tyro.cli(BenchmarkSettings, args=argv, prog=_PROG, description=description)
     # With a server, hosts join only where that is asked for: joining takes hold of the devices,
     # which the server may be using.
     if cluster.is_named() or not settings.endpoint:
         # Before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect()
-    with cluster.ending_with_the_others():
-        summary = evaluate(settings)
+    summary = evaluate(settings)
     return 0 if summary["n"] else 1  # 1: no question could be played
 
 

@@ -124,9 +124,7 @@ class Evaluator:
                 file = self._file(evaluation.name, k)
                 if not hosts.from_first(file.exists):
                     content = self._play_k(actor, evaluation, k)
-                    with hosts.one_after_another():
-                        if hosts.is_first():
-                            self._write(file, content)
+                    hosts.from_first(functools.partial(self._write, file, content))
 
     def _play_k(self, actor: EngineActor, evaluation: _Evaluation, k: int) -> dict[str, Any]:
         """Play all settings with `k` frames.

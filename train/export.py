@@ -31,7 +31,7 @@ from models.weights.hf_config import from_hf
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import any_path, require_folder_or_bucket
 from paravt_jax.data.buckets import appearing_at
-from paravt_jax.processes.exit_codes import run_command
+from paravt_jax.processes.cluster import run_command
 from train.durable.checkpoint import Checkpoints
 from train.durable.run_folder import read_config, small_files
 from train.model_folder import write_model

@@ -42,7 +42,8 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
-from paravt_jax.processes.exit_codes import UserError, run_command
+from paravt_jax.processes.cluster import run_command
+from paravt_jax.processes.exit_codes import UserError
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world_videos
 from paravt_jax.world.text import TextSettings

@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import errno
 import functools
 import logging
 import pathlib
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,12 +36,12 @@ from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.stored import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
-from paravt_jax.processes.exit_codes import FAILED, LOST, USER_ERRORS, exit_code
+from paravt_jax.processes.exit_codes import Stopped
 from paravt_jax.remote.judge import RemoteJudge
 from train.actor import open_actor, open_environment
 from train.cli import parse
 from train.data import Data, QuestionStream
-from train.durable.interrupts import Interrupts, Stopped
+from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
 from train.durable.run_folder import RunFolder
 from train.durable.saver import Home, Origin, Saver
@@ -166,9 +164,7 @@ def execute(
             del learner
         evaluator.evaluate(weights, "after")
         export_run(run, home.folder, parts, weights)
-        with hosts.one_after_another():
-            if hosts.is_first():
-                write_result(home.folder, run.name, run.seed, data.root)
+        hosts.from_first(lambda: write_result(home.folder, run.name, run.seed, data.root))
         return home.folder
 
 
@@ -182,10 +178,8 @@ def _open_home(
     """Lock the run until `stack` closes."""
     run_folder = _run_folder(run)
     # One lock serves all processes of a run, so only the first one takes it.
-    with hosts.one_after_another():
-        if hosts.is_first():
-            run_folder.claim(config, stack)
-        run_folder.pull()
+    hosts.from_first(lambda: run_folder.claim(config, stack))
+    run_folder.pull()
     run_folder.require_shared()
     use_cache(run_folder.address)
     metrics = MetricsWriter(run_folder.folder)
@@ -198,15 +192,19 @@ def _prepare(run: Run, home: Home, questions: Sequence[Question] | None) -> Data
 
     def check() -> None:
         # The other processes are waiting and cannot vote, so the first one decides alone. They
-        # receive its `Stopped` when it leaves the block below.
+        # receive its `Stopped` from `on_all` below.
         asked = home.interrupts.asked()
         if asked is not None and hosts.is_first():
             raise Stopped(asked, "stopped while preparing the data; finished videos are kept")
 
-    with hosts.one_after_another():
+    def prepare_here() -> Data:
         home.run_folder.pull()
-        data = prepare(run, home.folder, check, questions)
+        own = prepare(run, home.folder, check, questions)
         home.run_folder.push()
+        return own
+
+    first = hosts.on_all(lambda: prepare_here() if hosts.is_first() else None)
+    data = hosts.on_all(lambda: first or prepare_here())
     if run.data is not None:
         hosts.require_same(f"data.folder: {run.data.folder}, the prepared set", data.digest)
     return data
@@ -259,7 +257,7 @@ def train(run: Run, prepared: Callable[[Run], Run] = lambda run: run) -> int:
     begin = time.monotonic()
     # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
     cluster.connect()
-    with Interrupts() as interrupts, cluster.ending_with_the_others():
+    with Interrupts() as interrupts:
         run = prepared(run)
         require_ready(run, resolved(run), _run_folder(run))
         execute(run, interrupts)
@@ -273,24 +271,8 @@ def command(run: Run, work: Callable[[Run], int]) -> int:
     reuse_freed_memory()
     reserve_memory()
     _silence_stacks()
-    try:
-        return work(run)
-    except Stopped as stop:
-        print(f"\n{stop}; the same command continues from there", file=sys.stderr)
-        return stop.code
-    except USER_ERRORS as error:
-        return cluster.leave(exit_code(error), f"error: {_in_words(error, run)}")
-    except Exception as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            first = str(error).strip().splitlines()[0][:200]
-            lack = f"a device has no memory left ({first}); {_LESS_MEMORY}"
-            return cluster.leave(FAILED, f"error: {lack}")
-        traceback.print_exc()
-        return cluster.leave(
-            LOST,
-            f"error: unforeseen, {type(error).__name__} (above); the same command continues from "
-            "the last checkpoint",
-        )
+    in_words = functools.partial(_in_words, run=run)
+    return cluster.run_command(lambda: work(run), _LESS_MEMORY, in_words)
 
 
 def _silence_stacks() -> None:
@@ -332,16 +314,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _in_words(error: Exception, run: Run) -> str:
-    """Return the message of an error, with paths of a bucket, and with what to do about a full
-    disk."""
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return (
-            f"a disk is full ({error}); make room, and the same command continues from the last "
-            "checkpoint"
-        )
-    if is_bucket(run.run_dir):
-        return _run_folder(run).in_words(str(error))
-    return str(error)
+    """Return the message of an error, with paths of a bucket."""
+    return _run_folder(run).in_words(str(error)) if is_bucket(run.run_dir) else str(error)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import argparse
 
 from paravt_extras.report.page import write_report
 from paravt_jax.data.any_path import any_path, is_bucket, require_folder_or_bucket
-from paravt_jax.processes.exit_codes import run_command
+from paravt_jax.processes.cluster import run_command
 from train.durable.bucket import named_errors
 from train.durable.run_folder import is_shared, small_files
 

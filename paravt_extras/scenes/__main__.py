@@ -15,7 +15,7 @@ import tyro
 from paravt_extras.scenes.storyboard import SceneSettings
 from paravt_extras.scenes.write import missing_videos, write_scenes
 from paravt_jax.data.any_path import require_local
-from paravt_jax.processes.exit_codes import run_command
+from paravt_jax.processes.cluster import run_command
 
 
 @dataclasses.dataclass(frozen=True)

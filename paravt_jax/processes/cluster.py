@@ -1,21 +1,29 @@
-"""Connects the processes of a run, and ends them when one is lost."""
+"""Connects the processes of a command, and ends them in one way."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import re
 import sys
+import tempfile
 import threading
-import uuid
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 import jax
 
 from paravt_jax.processes import hosts
-from paravt_jax.processes.exit_codes import LOST, TEMPORARY, one_line
+from paravt_jax.processes.exit_codes import (
+    FAILED,
+    LOST,
+    TEMPORARY,
+    USER_ERRORS,
+    Stopped,
+    exit_code,
+    one_line,
+)
 
 # jax 0.10 reads only the first of these itself.
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -111,19 +119,6 @@ def end(code: int, text: str) -> NoReturn:
         os._exit(code)
 
 
-def leave(code: int, text: str) -> int:
-    """Print a text on stderr and end a program: return `code`, or exit with it at once.
-
-    It exits at once if there are other processes: those may be waiting for this one, which would
-    wait for them in jax's exit handler.
-    """
-    if hosts.process_count() > 1:
-        sys.stdout.flush()
-        end(code, text)
-    print(text, file=sys.stderr)
-    return code
-
-
 def require_shared(folder: pathlib.Path, field: str = "run_dir") -> None:
     """Raise ValueError on every process if `folder` is not the same directory for all of them.
 
@@ -134,17 +129,13 @@ def require_shared(folder: pathlib.Path, field: str = "run_dir") -> None:
     if hosts.process_count() == 1:
         return
 
-    def make_marker() -> str:
-        # A network disk may cache that a name does not exist. This name is new, so no process can
-        # have a cached answer for it.
-        marker = folder / f".seen-by-all-{uuid.uuid4().hex}"
-        marker.touch()
-        return marker.name
-
-    marker = folder / hosts.from_first(make_marker)
+    # A network disk may cache that a name does not exist. This name is new, so no process can have
+    # a cached answer for it.
+    made = hosts.from_first(lambda: tempfile.mkdtemp(prefix=".seen-by-all-", dir=folder))
+    marker = folder / pathlib.Path(made).name
     seen = hosts.gather(marker.exists())
     if hosts.is_first():
-        marker.unlink()
+        marker.rmdir()
     if not all(seen):
         raise ValueError(
             f"{field}: {folder} on process {seen.index(False)} is another directory than on "
@@ -159,23 +150,60 @@ _LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 _XLA_ERROR = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
 
 
-@contextlib.contextmanager
-def ending_with_the_others() -> Iterator[None]:
-    """Exit with code `LOST` and one line if a program fails because another process is gone."""
-    try:
-        yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        text = str(error)
+def is_lost(error: Exception) -> bool:
+    """Return whether an error says that another process is gone."""
+    text = str(error)
+    if isinstance(error, TimeoutError):
+        # The others did not come to a barrier of Orbax.
+        lost = "barrier" in text
+    else:
         local = any(word in text for word in _LOCAL_ERRORS) or not _XLA_ERROR.match(text)
-        if hosts.process_count() == 1 or local:
-            raise
-        end_without_others(error)
+        lost = isinstance(error, jax.errors.JaxRuntimeError | ValueError) and not local
+    return lost and hosts.process_count() > 1
 
 
-def end_without_others(error: Exception) -> NoReturn:
-    """Exit with code `LOST` and one line, because of an error that says that others are gone."""
-    end(
-        LOST,
-        "error: another process of this run ended or cannot be reached "
-        f"({one_line(error)}); start all of them again",
-    )
+def run_command(
+    work: Callable[[], int | None],
+    less_memory: str = "use larger devices",
+    in_words: Callable[[Exception], str] = str,
+) -> int:
+    """Do the work of a command, and return its exit code.
+
+    Whatever ends it, the last line on stderr says what happened. Only an unforeseen error has a
+    traceback before that line.
+
+    Args:
+        work: Returns the exit code; None is 0.
+        less_memory: What to do if a device has no memory left.
+        in_words: Returns the message of an error that a user can mend.
+    """
+    try:
+        return work() or 0
+    except Stopped as stop:
+        print(f"\n{stop}; give the same command again", file=sys.stderr)
+        return stop.code
+    except KeyboardInterrupt:
+        print("\nstopped; give the same command again", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if is_lost(error):
+            code = LOST
+            text = (
+                "another process of this run ended or cannot be reached "
+                f"({one_line(error)}); start all of them again"
+            )
+        elif isinstance(error, USER_ERRORS):
+            code, text = exit_code(error), in_words(error)
+        elif "RESOURCE_EXHAUSTED" in str(error):
+            code = FAILED
+            text = f"a device has no memory left ({one_line(error)}); {less_memory}"
+        else:
+            traceback.print_exc()
+            code = LOST
+            text = f"unforeseen, {type(error).__name__} (above); give the same command again"
+    if hosts.process_count() > 1:
+        # The others may wait for this process, which would wait for them in jax's exit handler.
+        sys.stdout.flush()
+        end(code, f"error: {text}")
+    print(f"error: {text}", file=sys.stderr)
+    return code

@@ -1,4 +1,4 @@
-"""How commands end: errors that a user can mend, and exit codes.
+"""Why commands end: stops, errors that a user can mend, and exit codes.
 
 `examples/supervise` decides by the codes what to start again.
 """
@@ -6,13 +6,9 @@
 from __future__ import annotations
 
 import errno
-import sys
-from collections.abc import Callable
 
 FAILED = 1
 """Settings, data or files have to change first: the same command would fail again."""
-USAGE = 2
-"""The command line has a mistake."""
 LOST = 70
 """Contact with another process was lost, or the program failed in an unforeseen way."""
 TEMPORARY = 75
@@ -21,6 +17,23 @@ TEMPORARY = 75
 
 class UserError(Exception):
     """An error that a user can mend: its message names what is wrong, and what to do."""
+
+
+class Stopped(BaseException):
+    """The run stopped on request; the message says what was saved.
+
+    It derives from BaseException, so that no `except Exception` on the way out takes it for an
+    error. `code` is the exit code by shell convention, 128 + signal number: 130 for Ctrl-C, 143 for
+    SIGTERM.
+    """
+
+    def __init__(self, number: int, kept: str):
+        # Pickling an exception restores it from these arguments; it is sent to other processes.
+        super().__init__(number, kept)
+        self.code = 128 + number
+
+    def __str__(self) -> str:
+        return self.args[1]
 
 
 USER_ERRORS = (UserError, ValueError, OSError, ModuleNotFoundError)
@@ -62,16 +75,3 @@ def exit_code(error: BaseException) -> int:
             return TEMPORARY
         cause = cause.__cause__
     return FAILED
-
-
-def run_command(work: Callable[[], object]) -> int:
-    """Do the work of a command, and return its exit code. A failure prints one line."""
-    try:
-        work()
-    except KeyboardInterrupt:
-        print("\nstopped; give the same command again", file=sys.stderr)
-        return 130
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
-    return 0

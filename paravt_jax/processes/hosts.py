@@ -6,18 +6,17 @@ process the same functions return at once. `paravt_jax.processes.cluster` connec
 
 from __future__ import annotations
 
-import contextlib
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from paravt_jax.processes.exit_codes import UserError, exit_code
+from paravt_jax.processes.exit_codes import FAILED, UserError, exit_code
 
 T = TypeVar("T")
 
@@ -25,7 +24,7 @@ T = TypeVar("T")
 class HostsError(UserError):
     """Another process of the run failed. This one ends with the same exit code."""
 
-    def __init__(self, message: str, code: int):
+    def __init__(self, message: str, code: int = FAILED):
         super().__init__(message)
         self.exit_code = code
 
@@ -98,20 +97,30 @@ def on_all(make: Callable[[], T]) -> T:
 
     Raises:
         HostsError: On processes where `make` succeeds, if it fails on others. Those raise the
-            exception itself.
+            exception itself. One that is no `Exception`, such as a stop, is raised on all.
     """
     made, error = None, None
     try:
         made = make()
-    except Exception as raised:
+    except BaseException as raised:
         error = raised
     # A failure is sent like a result: the others already wait in gather and would hang.
-    failures = gather(_described(error))
+    failures = gather(_for_others(error))
     if error is not None:
         raise error
-    for index, failure in enumerate(failures):
-        _raise_failure(failure, index)
+    for failure in failures:
+        if failure is not None:
+            raise failure
     return cast(T, made)
+
+
+def _for_others(error: BaseException | None) -> BaseException | None:
+    """Return what the other processes raise."""
+    if not isinstance(error, Exception):
+        return error
+    # Not every error can be pickled.
+    text = f"process {process_index()} failed first: {type(error).__name__}: {error}"
+    return HostsError(text, exit_code(error))
 
 
 def require_same(name: str, value: Any) -> None:
@@ -123,46 +132,6 @@ def require_same(name: str, value: Any) -> None:
                 f"{name}: {first!r} on process 0 and {other!r} on process {index}; start "
                 "every process with the same command and the same code"
             )
-
-
-@contextlib.contextmanager
-def one_after_another() -> Iterator[None]:
-    """Run the block on the first process, then on all others, which find the files it wrote.
-
-    If the block fails on the first process, it fails on every process: the others raise HostsError,
-    or the same exception if that is no `Exception`, such as one that stops the run.
-    """
-    error: BaseException | None = None
-    if not is_first():
-        # Wait here until the first process has left its block: gather returns only when every
-        # process has called it, and the first one calls it in `finally` below.
-        _raise_failure(gather(None)[0])
-    try:
-        yield
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        if is_first():
-            gather(_described(error))
-
-
-# A failure as others get it. Of an error, text and exit code: not every error can be pickled.
-_Failure = tuple[str, int] | BaseException | None
-
-
-def _described(error: BaseException | None) -> _Failure:
-    if not isinstance(error, Exception):
-        return error
-    return f"{type(error).__name__}: {error}", exit_code(error)
-
-
-def _raise_failure(failure: _Failure, index: int = 0) -> None:
-    if isinstance(failure, BaseException):
-        raise failure
-    if failure is not None:
-        text, code = failure
-        raise HostsError(f"process {index} failed first: {text}", code)
 
 
 def share_of(count: int) -> slice:

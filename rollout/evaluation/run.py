@@ -114,8 +114,7 @@ def _open(setup: Setup, identity: Line, stack: contextlib.ExitStack) -> Evaluati
         process = hosts.process_index()
         return stack.enter_context(EvaluationFolder(out, identity, details, commit(), process))
 
-    with hosts.one_after_another():
-        folder = open_own() if hosts.is_first() else None
+    folder = hosts.on_all(lambda: open_own() if hosts.is_first() else None)
     cluster.require_shared(out, "--out")
     return hosts.on_all(lambda: folder or open_own())
 

@@ -211,7 +211,5 @@ def test_mistakes_are_one_line_each(command, small_world, tmp_path):
         # Some mistakes are found when the video is read.
         err = re.sub("^answering; .*\n", "", err)
         assert (
-            (code, out) == (2, "")
-            and re.match(f"python -m rollout.ask: .*{message}", err)
-            and err.count("\n") == 1
+            (code, out) == (1, "") and re.match(f"error: .*{message}", err) and err.count("\n") == 1
         ), (argv, err)

@@ -10,7 +10,8 @@ import os
 import pathlib
 import signal
 import sys
-import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,19 +21,14 @@ from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.processes import cluster, hosts
-from paravt_jax.processes.exit_codes import FAILED
+from paravt_jax.processes.exit_codes import Stopped
 from tests.collectives import bytes_sent, find_collectives
-from train.durable.interrupts import Interrupts, Stopped
+from train.durable.interrupts import Interrupts
 from train.learn.weight_sync import WeightSync
 
 
 def talk(folder: pathlib.Path, index: int) -> dict:
-    file = folder / "made"
-    with hosts.one_after_another():
-        exists = file.exists()
-        if hosts.is_first():
-            time.sleep(0.5)
-            file.write_text("by the first")
+    made = hosts.from_first(lambda: f"by {index}")
     try:
         hosts.require_same("seed", index)
         different = ""
@@ -52,15 +48,13 @@ def talk(folder: pathlib.Path, index: int) -> dict:
     except ValueError as error:
         apart = str(error)
     try:
-        with hosts.one_after_another():
-            if hosts.is_first():
-                raise Stopped(signal.SIGTERM, "kept")
+        hosts.from_first(stop_all)
         stopped = ""
     except Stopped as stop:
         stopped = f"{stop.code} {stop}"
     return {
         "first": hosts.is_first(),
-        "exists": exists,
+        "made": made,
         "apart": apart,
         "stopped": stopped,
         "left": sorted(file.name for file in folder.rglob(".*")),
@@ -69,6 +63,10 @@ def talk(folder: pathlib.Path, index: int) -> dict:
         "different": different,
         "share": [[hosts.share_of(n).start, hosts.share_of(n).stop] for n in (6, 7, 1)],
     }
+
+
+def stop_all() -> None:
+    raise Stopped(signal.SIGTERM, "kept")
 
 
 def hand_over(folder: pathlib.Path, index: int) -> dict:
@@ -98,12 +96,17 @@ def hand_over(folder: pathlib.Path, index: int) -> dict:
     return {"devices": len(ours)}
 
 
+def in_turn(build: Callable[[], Any]) -> Any:
+    """Build on the first process, then on the others, which find its files."""
+    first = hosts.on_all(lambda: build() if hosts.is_first() else None)
+    return first or build()
+
+
 def learn(folder: pathlib.Path, index: int) -> dict:
     # Imports all of a run; without it the other tasks start sooner.
     import small
 
-    with hosts.one_after_another():
-        road = small.build_road(folder)
+    road = in_turn(lambda: small.build_road(folder))
     return {"figures": small.learn(road, fsdp=8)}
 
 
@@ -111,14 +114,13 @@ def adapt(folder: pathlib.Path, index: int) -> dict:
     """Two steps of RL that train adapters over all devices of both processes."""
     import small
 
-    with hosts.one_after_another():
-        road = small.adapted(small.build_road(folder))
+    road = small.adapted(in_turn(lambda: small.build_road(folder)))
     return {"figures": small.learn(road, fsdp=8)}
 
 
 def damaged(folder: pathlib.Path, index: int) -> dict:
     """Saves two checkpoints on both processes, damages the newer one, and reads it."""
-    from train.durable.checkpoint import CheckpointError, Checkpoints
+    from train.durable.checkpoint import Checkpoints
 
     sharding = jax.sharding.NamedSharding(
         make_mesh(1, jax.device_count(), 1), jax.sharding.PartitionSpec("fsdp")
@@ -134,27 +136,30 @@ def damaged(folder: pathlib.Path, index: int) -> dict:
     for step in (1, 2):
         checkpoints.save(step, state(step), {"step": step})
     checkpoints.close()
-    with hosts.one_after_another():
-        if hosts.is_first():
-            # The largest file that the second process wrote.
-            theirs = (folder / "rl" / "2" / "state" / "ocdbt.process_1").rglob("*")
-            file = max(filter(pathlib.Path.is_file, theirs), key=lambda path: path.stat().st_size)
-            data = bytearray(file.read_bytes())
-            data[len(data) // 2] ^= 1
-            file.write_bytes(data)
+
+    def damage() -> None:
+        # The largest file that the second process wrote.
+        theirs = (folder / "rl" / "2" / "state" / "ocdbt.process_1").rglob("*")
+        file = max(filter(pathlib.Path.is_file, theirs), key=lambda path: path.stat().st_size)
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+    hosts.from_first(damage)
     again = Checkpoints(folder / "rl", asynchronous=True)
-    with cluster.ending_with_the_others():
-        try:
-            again.restore(state(0))
-        except CheckpointError as error:
-            cluster.leave(FAILED, str(error))
+
+    def read() -> None:
+        again.restore(state(0))
+
+    cluster.run_command(read)
     return {}
 
 
 def fail(folder: pathlib.Path, index: int) -> dict:
-    with hosts.one_after_another():
-        if hosts.is_first():
-            raise OSError("disk full")
+    def full() -> None:
+        raise OSError("disk full")
+
+    hosts.from_first(full)
     return {}
 
 

@@ -20,7 +20,7 @@ from paravt_jax.processes.exit_codes import FAILED, LOST, TEMPORARY
 PROGRAM = str(pathlib.Path(__file__).with_name("faults_program.py"))
 HEARTBEAT = 6  # seconds
 GONE = r"error: another process of this run ended or cannot be reached \(.*\); start all of them .*"
-STOPPED = r"stopped after PARA-GRPO 3/1000, which is saved; the same command continues from there"
+STOPPED = r"stopped after PARA-GRPO 3/1000, which is saved; give the same command again"
 DESTROYED = (
     r"error: after PARA-GRPO 4/1000, w1 is not finite; the last finite checkpoint is "
     r"PARA-GRPO 2/1000, and the same command .*"

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from train.durable.interrupts import Interrupts, Stopped
+from paravt_jax.processes.exit_codes import Stopped
+from train.durable.interrupts import Interrupts
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -16,11 +16,11 @@ from benchmarks.killing import check_end, checkpoints_of, lines_of
 from paravt_jax.method.protocol import render_call
 from paravt_jax.method.records import CropCall
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.processes.exit_codes import Stopped
 from rollout.engine.engine import Engine
 from rollout.engine.programs import MOST_STOP_IDS
 from rollout.engine.requests import Request, Sample, SampleStop
 from train.data import Data
-from train.durable.interrupts import Stopped
 from train.prepare import prepare
 from train.run import execute
 from train.settings import change

@@ -13,9 +13,10 @@ import signal
 import jax.numpy as jnp
 import pytest
 
+from paravt_jax.processes.exit_codes import Stopped
 from tests.train.homes import open_home, open_phase
 from train.durable.checkpoint import CheckpointError, Checkpoints
-from train.durable.interrupts import Interrupts, Stopped
+from train.durable.interrupts import Interrupts
 from train.durable.metrics import read_metrics
 from train.durable.saver import pack, unpack
 

@@ -20,8 +20,8 @@ from models.trained import merge_vision, split_vision
 from models.vision import frame_layout
 from models.weights.hf import load
 from paravt_jax.method.accuracy import Rules
+from paravt_jax.processes.exit_codes import Stopped
 from tests.train.steps import actor_of, road_learner, skeleton_of, take_step
-from train.durable.interrupts import Stopped
 from train.durable.metrics import read_metrics
 from train.export import Export, export
 from train.learn.rl import rl_loss

@@ -221,13 +221,9 @@ class Checkpoints:
 
     def _fail(self, error: Exception) -> NoReturn:
         """Raise the error of a failed save."""
-        if jax.process_count() > 1:
-            # A JaxRuntimeError may mean that one of them is gone: `cluster` reports that.
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                raise error
-            # The others did not come to a barrier of the save.
-            if isinstance(error, TimeoutError) and "barrier" in str(error):
-                cluster.end_without_others(error)
+        # ValueErrors of XLA's form are TensorStore's: what it cannot write to.
+        if cluster.is_lost(error) and not isinstance(error, ValueError):
+            raise error
         raise SaveError(
             f"saving a checkpoint in {self.folder} failed ({one_line(error)}); earlier ones are "
             "intact: make room if the disk is full, and start the same command again."

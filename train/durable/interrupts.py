@@ -15,28 +15,12 @@ from types import FrameType
 from typing import Any
 
 from paravt_jax.processes import hosts
+from paravt_jax.processes.exit_codes import Stopped
 
 _ASKED = b"\nstopping after the current step; signal again to stop at once\n"
 # Some launchers signal a process and then its process group. A second signal within this many
 # seconds therefore counts as the first one.
 REPEAT_SECONDS = 1.0
-
-
-class Stopped(BaseException):
-    """The run stopped on request; the message says what was saved.
-
-    It derives from BaseException, so that no `except Exception` on the way out takes it for an
-    error. `code` is the exit code by shell convention, 128 + signal number: 130 for Ctrl-C, 143 for
-    SIGTERM.
-    """
-
-    def __init__(self, number: int, kept: str):
-        # Pickling an exception restores it from these arguments; it is sent to other processes.
-        super().__init__(number, kept)
-        self.code = 128 + number
-
-    def __str__(self) -> str:
-        return self.args[1]
 
 
 class Interrupts:

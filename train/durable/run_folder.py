@@ -29,9 +29,8 @@ from paravt_jax.data.stored import (
     write_checked_json,
 )
 from paravt_jax.processes import cluster, hosts
-from paravt_jax.processes.exit_codes import UserError
+from paravt_jax.processes.exit_codes import Stopped, UserError
 from train.durable.bucket import BucketFiles, named_errors
-from train.durable.interrupts import Stopped
 from train.durable.lease import Lease
 
 FORMAT = 13

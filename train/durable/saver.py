@@ -25,8 +25,9 @@ from typing import Any, TypeVar
 import jax
 
 from paravt_jax.processes import hosts
+from paravt_jax.processes.exit_codes import Stopped
 from train.durable.checkpoint import Checkpoints, not_finite
-from train.durable.interrupts import Interrupts, Stopped
+from train.durable.interrupts import Interrupts
 from train.durable.metrics import (
     PHASE_TITLES,
     PHASES,

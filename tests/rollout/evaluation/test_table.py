@@ -95,10 +95,10 @@ def test_the_command_prints_the_table(tmp_path, capsys):
     run = folder(tmp_path / "mine" / "a", six())
     assert main(["--table", str(run)]) == 0
     assert cells_of(capsys.readouterr().out, "mine")["VideoMME"] == "50.0"
-    assert main(["--table", str(run), str(run)]) == 2
+    assert main(["--table", str(run), str(run)]) == 1
     assert "another evaluation of videomme in a folder mine" in capsys.readouterr().err
     for unfinished in (tmp_path, run / "config.json"):
-        assert main(["--table", str(unfinished)]) == 2
+        assert main(["--table", str(unfinished)]) == 1
         assert "summary.json: no such file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--table", str(run), "--json"])
