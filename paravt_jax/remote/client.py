@@ -59,26 +59,13 @@ class Choice:
     """Whether the server took reasoning or tool calls out of the text."""
 
 
-class UnusableReply(Exception):
-    """Raised by a caller's `read` if a completion cannot be used.
-
-    Args:
-        what: What is wrong with it.
-        remedy: What to do about it.
-    """
-
-    def __init__(self, what: str, remedy: str = _ADDRESS):
-        super().__init__(what)
-        self.remedy = remedy
-
-
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """Why a request has no answer."""
 
-    what: str
-    """What happened, with the server's own message in brackets: one line, without the key."""
-    remedy: str
+    text: str
+    """What happened, with the server's own message in brackets, and what to do: one line, without
+    the key."""
     status: int = 0
     """The HTTP status, if the server answered with an error."""
     late: bool = False
@@ -92,8 +79,10 @@ class Failure:
         # 408 (timeout), 429 (too many requests) and server errors may be temporary.
         return self.status in (0, 408, 429) or self.status >= 500
 
-    def __str__(self) -> str:
-        return f"{self.what}; {self.remedy}"
+
+Read = Callable[[Choice], Answer | Failure]
+"""Turns a completion into an answer, or says why it cannot be used. It runs on the shared event
+loop, so it has to be quick."""
 
 
 def check_address(field: str, address: str, key_place: str) -> None:
@@ -131,7 +120,7 @@ class Client:
 
     Raises:
         ValueError: The address cannot be used, or the environment contains a key or a proxy that
-            cannot be used.
+            cannot be used. The message does not show the key.
     """
 
     def __init__(self, settings: ServerSettings):
@@ -140,114 +129,102 @@ class Client:
         self._settings = settings
         self._url = settings.endpoint.rstrip("/") + "/chat/completions"
         self._slots = asyncio.Semaphore(settings.concurrency)
+        key = os.environ.get(settings.key_variable, "").strip()
+        if not re.fullmatch("[!-~]*", key):
+            raise ValueError(
+                f"{settings.key_variable}: its value, not shown here, has spaces or characters "
+                "beyond ASCII; set it to the key alone"
+            )
+        # Uncompressed: a few bytes could become gigabytes.
+        headers = {"Accept-Encoding": "identity"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         # httpx would limit each read by itself, so a server that sends a byte now and then could
-        # hold a request for ever. `_attempt` limits the request as a whole instead.
-        self._http = httpx2.AsyncClient(limits=httpx2.Limits(), timeout=None)
-        # Fails early if the key cannot be used.
-        self._key()
+        # hold a request for ever. `_attempt` limits the request as a whole instead. Redirects are
+        # not followed, so that the key goes to the endpoint only.
+        self._http = httpx2.AsyncClient(headers=headers, limits=httpx2.Limits(), timeout=None)
 
     def ask(
-        self,
-        body: dict[str, Any],
-        read: Callable[[Choice], Answer],
-        deadline: float | None = None,
+        self, body: dict[str, Any], read: Read[Answer], deadline: float | None = None
     ) -> Future[Answer | Failure]:
         """Request a chat completion, without waiting for it.
 
         Args:
             body: Fields of the request.
-            read: Turns a completion into the answer. It runs on the shared event loop, so it has to
-                be quick. If it raises `UnusableReply` the attempt fails; any other exception is
-                raised by the future.
+            read: Reads a completion. The future raises its exceptions.
             deadline: Seconds for all attempts together, counted from the start of the first one.
 
         Returns:
             A future of the answer, or of the last attempt's failure. Cancel it to end the request.
         """
-        answer = self._ask(json.dumps(body).encode(), read, deadline)
+        answer = self._ask(body, read, deadline)
         return asyncio.run_coroutine_threadsafe(answer, _event_loop())
 
     def close(self) -> None:
         """Close the connections in the background."""
         asyncio.run_coroutine_threadsafe(self._http.aclose(), _event_loop())
 
-    def _key(self) -> str:
-        """Return the key from the environment; "" if there is none.
-
-        Raises:
-            ValueError: An HTTP header cannot contain the key. The message does not show it.
-        """
-        variable = self._settings.key_variable
-        key = os.environ.get(variable, "").strip() if variable else ""
-        if not re.fullmatch("[!-~]*", key):
-            raise ValueError(
-                f"{variable}: its value, not shown here, has spaces or characters beyond ASCII; "
-                "set it to the key alone"
-            )
-        return key
-
     async def _ask(
-        self, content: bytes, read: Callable[[Choice], Answer], deadline: float | None
+        self, body: dict[str, Any], read: Read[Answer], deadline: float | None
     ) -> Answer | Failure:
         # Time in the queue does not count towards the deadline.
         async with self._slots:
             try:
                 async with asyncio.timeout(deadline):
-                    return await self._attempts(content, read)
+                    return await self._attempts(body, read)
             except TimeoutError:
-                return Failure(f"no answer within {deadline} s", "allow more time", late=True)
+                return Failure(f"no answer within {deadline} s; allow more time", late=True)
 
-    async def _attempts(self, content: bytes, read: Callable[[Choice], Answer]) -> Answer | Failure:
+    async def _attempts(self, body: dict[str, Any], read: Read[Answer]) -> Answer | Failure:
         """Attempt until one succeeds, with random pauses whose bound doubles each time.
 
         The pause is drawn anew between 0 and its bound ("full jitter"): requests that failed
         together would otherwise come back together. It is added to what the server asks for.
         """
         for number in range(self._settings.attempts - 1):
-            outcome = await self._attempt(content, read)
+            outcome = await self._attempt(body, read)
             if not isinstance(outcome, Failure) or not outcome.again:
                 return outcome
             pause = random.uniform(0, FIRST_WAIT * 2**number)
             await asyncio.sleep(min(outcome.wait, LONGEST_WAIT) + min(pause, LONGEST_WAIT))
-        return await self._attempt(content, read)
+        return await self._attempt(body, read)
 
-    async def _attempt(self, content: bytes, read: Callable[[Choice], Answer]) -> Answer | Failure:
-        """Make one request. Redirects are not followed, so that the key goes to the endpoint
-        only."""
-        key = self._key()
-        # Uncompressed: a few bytes could become gigabytes.
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
+    async def _attempt(self, body: dict[str, Any], read: Read[Answer]) -> Answer | Failure:
+        """Make one request."""
         timeout = self._settings.timeout
-        body = b""
+        reply = b""
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._http.stream("POST", self._url, content=content, headers=headers) as response,
+                self._http.stream("POST", self._url, json=body) as response,
             ):
                 async for piece in response.aiter_bytes():
-                    body += piece
-                    if len(body) > _BODY_LIMIT:
-                        return Failure(f"the reply is longer than {_BODY_LIMIT} bytes", _ADDRESS)
+                    reply += piece
+                    if len(reply) > _BODY_LIMIT:
+                        return Failure(f"the reply is longer than {_BODY_LIMIT} bytes; {_ADDRESS}")
         except TimeoutError:
-            remedy = f"{_LOG}, {_FEWER}, or raise the time limit (the judge's timeout)"
-            return Failure(f"no reply within timeout = {timeout} s", remedy)
+            return Failure(
+                f"no reply within timeout = {timeout} s; {_LOG}, {_FEWER}, or raise the time limit "
+                "(the judge's timeout)"
+            )
         except httpx2.HTTPError as error:
             # Only the type: the error's text may quote the request, and with it the key.
-            what = f"the connection failed ({type(error).__name__})"
-            return Failure(what, "check the address, and that the server runs")
-        message = _server_message(body, key)
+            cause = type(error).__name__
+            return Failure(
+                f"the connection failed ({cause}); check the address, and that the server runs"
+            )
+        key = self._http.headers.get("Authorization", "").removeprefix("Bearer ")
+        message = _server_message(reply, key)
         status = response.status_code
         if not response.is_success:
             asked = response.headers.get("Retry-After", "")  # seconds; a date is ignored
             wait = float(asked) if re.fullmatch(r"\d+(\.\d+)?", asked, re.ASCII) else 0.0
             remedy = _REMEDIES.get(status, _LOG)
-            return Failure(f"status {status}{message}", remedy, status, wait=wait)
-        try:
-            return read(_choice(body))
-        except UnusableReply as error:
-            return Failure(f"{error}{message}", error.remedy)
+            return Failure(f"status {status}{message}; {remedy}", status, wait=wait)
+        choice = _choice(reply)
+        if choice is None:
+            return Failure(f"the reply is not a complete chat completion{message}; {_ADDRESS}")
+        return read(choice)
 
 
 @functools.cache
@@ -258,17 +235,16 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _choice(body: bytes) -> Choice:
-    """Return the first choice of a chat completion. Raises UnusableReply if the body is something
-    else."""
+def _choice(body: bytes) -> Choice | None:
+    """Return the first choice of a chat completion; None if the body is something else."""
     try:
         choice = json.loads(body)["choices"][0]
         message = choice["message"]
         text = _joined(message.get("content"))
         parsed = any(map(message.get, ("reasoning_content", "reasoning", "tool_calls")))
         return Choice(text, choice.get("finish_reason"), choice.get("stop_reason"), parsed)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UnusableReply("the reply is not a complete chat completion") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def _joined(content: Any) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 from paravt_jax.method.accuracy import accuracy, exact_match
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.remote.client import Choice, Client, Failure, UnusableReply
+from paravt_jax.remote.client import Choice, Client, Failure
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,11 @@ _MARKER_ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<["}
 _SCORE = re.compile(
     r"[\s*`\"']*(?:(?:score|grade)[\s*]*[:=][\s*]*)?(0(?:\.0+)?|0?\.50*|1(?:\.0+)?)[\s*`\"'.]*",
     re.IGNORECASE,
+)
+
+
+_NO_SCORE = Failure(
+    "the reply is none of 0, 0.5, 1; check that the model answers without thinking aloud"
 )
 
 
@@ -83,12 +88,9 @@ def read_score(text: str) -> float | None:
     return float(match[1]) if match else None
 
 
-def _score(choice: Choice) -> float:
+def _score(choice: Choice) -> float | Failure:
     score = read_score(choice.text or "")
-    if score is None:
-        remedy = "check that the model answers without thinking aloud"
-        raise UnusableReply("the reply is none of 0, 0.5, 1", remedy)
-    return score
+    return _NO_SCORE if score is None else score
 
 
 class RemoteJudge:
@@ -141,16 +143,17 @@ class RemoteJudge:
         done, open_requests = concurrent.futures.wait(futures, limit)
         for future in open_requests:
             future.cancel()
-        late = Failure(f"no score after time_limit = {limit} s", "allow more time", late=True)
+        late = Failure(f"no score after time_limit = {limit} s; allow more time", late=True)
         scores = {}
         for item, future in zip(asked, futures, strict=True):
             outcome = future.result() if future in done else late
             if not isinstance(outcome, Failure):
                 scores[item] = outcome
-            elif outcome.what not in self._logged:
+            elif outcome.text not in self._logged:
                 # Each cause is logged once; `counts` says how many answers fell back.
-                self._logged.add(outcome.what)
-                _log.warning("judge %s: %s. F1 scores instead", self.settings.endpoint, outcome)
+                self._logged.add(outcome.text)
+                address = self.settings.endpoint
+                _log.warning("judge %s: %s. F1 scores instead", address, outcome.text)
         fell_back = len(asked) - len(scores)
         self.counts = {"asked": len(asked), "answered": len(scores), "fell_back": fell_back}
         return scores

@@ -35,7 +35,7 @@ from paravt_jax.method.judge import ServerSettings
 from paravt_jax.method.records import Frame, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes.exit_codes import UserError
-from paravt_jax.remote.client import Choice, Client, Failure, UnusableReply
+from paravt_jax.remote.client import Choice, Client, Failure
 from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sampling
 
 # HTTP statuses that refuse one request for its content. The server may accept the next one.
@@ -49,7 +49,7 @@ _CUT = (
     "length max_length max_tokens max_output_tokens model_length model_context_window_exceeded"
 ).split()
 _BROKEN = (
-    "error abort aborted cancelled canceled failed timeout insufficient_system_resource"
+    "none error abort aborted cancelled canceled failed timeout insufficient_system_resource"
 ).split()
 HOPELESS = 20
 """A run ends after this many questions in a row without an answer. Each has had all its attempts,
@@ -205,8 +205,8 @@ class EndpointSampler:
         if result.late:
             return self._sample(request, "", SampleStop.DEADLINE)
         if result.status in _REFUSALS:
-            return self._sample(request, "", SampleStop.REFUSED, result.what)
-        return self._sample(request, "", SampleStop.FAILED, str(result))
+            return self._sample(request, "", SampleStop.REFUSED, result.text)
+        return self._sample(request, "", SampleStop.FAILED, result.text)
 
     def _sample(self, request: Request, text: str, stop: SampleStop, reason: str = "") -> Sample:
         # A lone surrogate, half a character in JSON, becomes "?".
@@ -227,30 +227,26 @@ class EndpointSampler:
         )
 
 
-def _read(choice: Choice, end: str) -> _Completion:
+def _read(choice: Choice, end: str) -> _Completion | Failure:
     """Return the completion in a successful reply.
+
+    A failure says that the text is missing or incomplete, or that the server broke it off.
 
     Args:
         choice: The reply.
         end: The mark of a turn's end.
-
-    Raises:
-        UnusableReply: The text is missing or incomplete, or the server reports that it broke off.
     """
-    if choice.finish_reason is None:
-        raise UnusableReply("the reply is not a complete chat completion")
     reason = str(choice.finish_reason).lower()
     shown = f"(finish_reason {choice.finish_reason!r})"
     if reason == "content_filter":
         return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
     if reason in _BROKEN:
-        what = f"the server did not finish the reply {shown}"
-        raise UnusableReply(what, "look into the server's log")
+        return Failure(f"the server did not finish the reply {shown}; look into the server's log")
     text = choice.text or ""
     # A model may end its turn at once ("").
     may_be_empty = choice.text is not None and reason in ("stop", *_CUT)
     if choice.parsed or not (text.strip() or may_be_empty):
-        raise UnusableReply(f"the reply's text is missing or incomplete {shown}", _PARSER_REMEDY)
+        return Failure(f"the reply's text is missing or incomplete {shown}; {_PARSER_REMEDY}")
     # Some servers also return text that the model wrote after the end of its turn.
     response, ended, _ = text.partition(end)
     stop_string = choice.stop_reason
