@@ -194,7 +194,7 @@ def checkpoints_of(folder: pathlib.Path) -> Iterator[tuple[str, int, dict[str, b
         for step in checkpoints.steps():
             record = json.loads((checkpoints.folder / str(step) / "meta" / "metadata").read_text())
             template = {name: _leaf(text) for name, text in record["leaves"].items()}
-            match, _, _ = checkpoints.restore(template, step, part=True)
+            match, _ = checkpoints.restore(template, step, part=True)
             yield phase, step, {name: np.asarray(leaf).tobytes() for name, leaf in match.items()}
         checkpoints.close()
 

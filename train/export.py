@@ -66,7 +66,7 @@ def export(command: Export) -> None:
     """
     require_folder_or_bucket("--run-dir", command.run_dir)
     with appearing_at("--to", command.to) as target:
-        with small_files(command.run_dir, _is_needed) as folder:
+        with small_files(command.run_dir) as folder:
             checkpoints = _checkpoints(command, folder)
             step = _step(checkpoints, command)
             meta = checkpoints.meta(step)
@@ -74,11 +74,6 @@ def export(command: Export) -> None:
             model = _load(command, checkpoints, step, meta)
             frames = FrameSettings(**meta["settings"]["frames"])
             write_model(model, folder / "tokenizer", frames, target)
-
-
-def _is_needed(name: str) -> bool:
-    """Return whether an export reads a file of a run."""
-    return name == "config.json" or name.startswith("tokenizer/")
 
 
 def _checkpoints(command: Export, folder: pathlib.Path) -> Checkpoints:
@@ -140,7 +135,7 @@ def _load(
     template = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), wanted
     )
-    restored, _, _ = checkpoints.restore(template, step, part=True)
+    restored, _ = checkpoints.restore(template, step, part=True)
     for name, weights in restored.items():
         nnx.update(getattr(model, name), weights)
     merge_adapters(model.text)

@@ -45,7 +45,6 @@ from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
 from train.durable.run_folder import RunFolder
 from train.durable.saver import Home, Origin, Saver
-from train.durable.usage import Usage
 from train.evaluations import Evaluator
 from train.learn.align import CaptionedFrames, align
 from train.learn.placement import require_even
@@ -136,7 +135,6 @@ def execute(
         reader = stack.enter_context(FrameReader(decoder=decoder))
         environment = open_environment(run, data, parts, reader)
         home = _checking(run, home, data, environment.features.unreadable)
-        home.usage.trains(model.config, mesh.size)
         actor = None
         if run.plays_episodes:
             actor = open_actor(run, data, parts, environment, weights, judge)
@@ -158,7 +156,6 @@ def execute(
             budgets = functools.partial(draw_budgets, run.rl, run.seed, prompts=run.rl.prompts)
             # Another seed than for conversations, so that the two orders are independent.
             stream = QuestionStream(data, ahead, run.seed + 2, run.rl.grpo.group_size, budgets)
-            home.usage.watch(environment.features)
             with Saver("rl", run.rl.steps, run.rl.save_every, home, parts.origin, parts) as saver:
                 weights = train_rl(learner, actor, stream, saver, evaluator, run.seed)
             del learner
@@ -184,7 +181,7 @@ def _open_home(
     use_cache(run_folder.address)
     metrics = MetricsWriter(run_folder.folder)
     stack.enter_context(contextlib.closing(metrics))
-    return Home(run_folder, config, metrics, Usage(), interrupts, run.profile)
+    return Home(run_folder, config, metrics, interrupts=interrupts, profile=run.profile)
 
 
 def _prepare(run: Run, home: Home, questions: Sequence[Question] | None) -> Data:

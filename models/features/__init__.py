@@ -15,9 +15,10 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Shaped
 
@@ -102,9 +103,8 @@ def wait_for_one(readings: Sequence[FrameReading]) -> None:
     """Wait until one of some readings is done."""
     while not any(reading.done() for reading in readings):
         futures = [read.future for reading in readings for read in reading.reads]
-        readings[0].features.wait_for(
-            [future for future in futures if not future.done()], FIRST_COMPLETED
-        )
+        with jax.profiler.TraceAnnotation("files"):
+            wait([future for future in futures if not future.done()], return_when=FIRST_COMPLETED)
 
 
 class FrameFeatures(VideoFiles):

@@ -10,9 +10,8 @@ import contextlib
 import dataclasses
 import math
 import os
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ALL_COMPLETED, Future, wait
+from concurrent.futures import Future
 from typing import Literal, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -119,7 +118,6 @@ class VideoFiles:
 
     Attributes:
         unreadable: Videos that could not be read, with the reason.
-        waited: Seconds in which the caller waited for files.
     """
 
     def __init__(
@@ -133,7 +131,6 @@ class VideoFiles:
         self.source = source
         self.settings = settings
         self.unreadable: dict[str, str] = {}
-        self.waited = 0.0
         self._vision = vision
         # The oldest first.
         self._infos: dict[str, tuple[Stamp | None, VideoInfo]] = {}
@@ -267,7 +264,6 @@ class VideoFiles:
         Raises:
             VideoError: The file cannot be read.
         """
-        self.wait_for([read.future])
         result = read.future.result()
         self._infos[read.video] = (read.stamp, result.info)
         if len(self._infos) > _MAX_INFOS:
@@ -289,9 +285,3 @@ class VideoFiles:
                 f"asked for {min(indices)} to {max(indices)} of its {result.info.frames} frames",
             )
         return result.frames[[numbers[index] for index in indices]]
-
-    def wait_for(self, futures: Sequence[Future], until: str = ALL_COMPLETED) -> None:
-        """Wait for reads, or for the first of them (`concurrent.futures.wait`)."""
-        began = time.perf_counter()
-        wait(futures, return_when=until)
-        self.waited += time.perf_counter() - began

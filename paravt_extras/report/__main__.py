@@ -11,7 +11,7 @@ from paravt_extras.report.page import write_report
 from paravt_jax.data.any_path import any_path, is_bucket, require_folder_or_bucket
 from paravt_jax.processes.cluster import run_command
 from train.durable.bucket import named_errors
-from train.durable.run_folder import is_shared, small_files
+from train.durable.run_folder import small_files
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 def write_page(run_dir: str) -> None:
     """Write report.html into the directory of a run, which may be in a bucket."""
     require_folder_or_bucket("run_dir", run_dir)
-    with small_files(run_dir, is_shared) as folder:
+    with small_files(run_dir) as folder:
         if not (folder / "config.json").exists():
             raise ValueError(
                 f"run_dir = {run_dir}: has no config.json; give the directory of a run"

@@ -80,11 +80,8 @@ PHASES = {
     "sft": "Cold start",
     "align": "Alignment of the vision tower",
 }
-SECONDS = (
-    ("time/", "seconds by phase", "of each step"),
-    ("idle/", "idle seconds", "of each step, mean over hosts"),
-)
-"""Prefix of metrics that share a chart, its title and note."""
+SECONDS = "time/"
+"""Prefix of the metrics that share a chart."""
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
@@ -254,13 +251,12 @@ def _charts(lines: list[Record]) -> list[Record]:
     keys = {key for key in _recorded(lines) if not is_shown(key)}
     charts = [_curve(lines, curve) for curve in CURVES if curve.key in keys]
     rest = sorted(keys - {curve.key for curve in CURVES})
-    for prefix, title, note in SECONDS:
-        shared = [key for key in rest if key.startswith(prefix)]
-        if shared:
-            series = [(key.removeprefix(prefix), _points(lines, key)) for key in shared]
-            chart = lines_chart(series, 0.0, 0.0)
-            charts.append({"title": title, "note": note, "chart": chart})
-            rest = [key for key in rest if key not in shared]
+    shared = [key for key in rest if key.startswith(SECONDS)]
+    if shared:
+        series = [(key.removeprefix(SECONDS), _points(lines, key)) for key in shared]
+        chart = lines_chart(series, 0.0, 0.0)
+        charts.append({"title": "seconds by phase", "note": "of each step", "chart": chart})
+        rest = [key for key in rest if key not in shared]
     unnamed = [Curve(key, key.replace("_", " ").replace("/", ": ")) for key in rest]
     return charts + [_curve(lines, curve) for curve in unnamed]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -30,13 +29,6 @@ class HostsError(UserError):
 
 
 _SMALLEST_MESSAGE = 1 << 20  # bytes
-
-_waited = 0.0
-
-
-def seconds_waited() -> float:
-    """Return the seconds that this process has spent here, almost all of them waiting."""
-    return _waited
 
 
 def process_count() -> int:
@@ -61,18 +53,16 @@ def gather(value: T) -> list[T]:
     for weights. Pickle is safe enough here: whoever could send a message to this collective is a
     process of the same job, which runs the same code on behalf of the same user anyway.
     """
-    global _waited
     if process_count() == 1:
         return [value]
-    began = time.perf_counter()
     data = np.frombuffer(pickle.dumps(value), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array(len(data)))
-    # An all-gather needs one shape on all processes, and XLA compiles each shape once. Padding to a
-    # power of two, with a floor, keeps the number of compiled programs small.
-    padded = np.zeros(max(_SMALLEST_MESSAGE, 1 << int(sizes.max() - 1).bit_length()), np.uint8)
-    padded[: len(data)] = data
-    messages = multihost_utils.process_allgather(padded)
-    _waited += time.perf_counter() - began
+    with jax.profiler.TraceAnnotation("hosts"):
+        sizes = multihost_utils.process_allgather(np.array(len(data)))
+        # An all-gather needs one shape on all processes, and XLA compiles each shape once. Padding
+        # to a power of two, with a floor, keeps the number of compiled programs small.
+        padded = np.zeros(max(_SMALLEST_MESSAGE, 1 << int(sizes.max() - 1).bit_length()), np.uint8)
+        padded[: len(data)] = data
+        messages = multihost_utils.process_allgather(padded)
     return [
         pickle.loads(message[:size].tobytes())
         for message, size in zip(messages, sizes, strict=True)

@@ -74,7 +74,6 @@ def test_admission_on_arrival_gives_the_same_tokens(setting):
     actual = trajectories(setting.play(features, setting.questions, temperature=1.0)[0])
     for one, other in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(one.ids, other.ids)
-    assert features.waited > 0
 
 
 @pytest.mark.slow

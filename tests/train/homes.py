@@ -9,13 +9,12 @@ from typing import Any
 from train.durable.metrics import MetricsWriter
 from train.durable.run_folder import RunFolder
 from train.durable.saver import Home, Origin, Saver
-from train.durable.usage import Usage
 
 
 def open_home(folder: pathlib.Path, **fields: Any) -> Home:
     """The home of a run in a folder."""
     metrics = MetricsWriter(folder)
-    home = Home(RunFolder(folder), {}, metrics, Usage())
+    home = Home(RunFolder(folder), {}, metrics)
     return dataclasses.replace(home, **fields)
 
 

@@ -132,7 +132,7 @@ def damaged(folder: pathlib.Path, index: int) -> dict:
             "w": jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
         }
 
-    checkpoints = Checkpoints(folder / "rl", asynchronous=True)
+    checkpoints = Checkpoints(folder / "rl")
     for step in (1, 2):
         checkpoints.save(step, state(step), {"step": step})
     checkpoints.close()
@@ -146,10 +146,10 @@ def damaged(folder: pathlib.Path, index: int) -> dict:
         file.write_bytes(data)
 
     hosts.from_first(damage)
-    again = Checkpoints(folder / "rl", asynchronous=True)
+    again = Checkpoints(folder / "rl")
 
     def read() -> None:
-        again.restore(state(0))
+        again.restore(state(0), 2)
 
     cluster.run_command(read)
     return {}

@@ -268,7 +268,7 @@ def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
         state, figures = take_step(
             learner, state, cast(Any, sampler), road.environment, road.data.questions[:2], seed=0
         )
-        timed = ("time/", "idle/", "speed/", "packing/", "weights/")
+        timed = ("time/", "speed/", "packing/", "weights/")
         steps.append({name: x for name, x in figures.items() if not name.startswith(timed)})
     return steps
 

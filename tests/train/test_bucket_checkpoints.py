@@ -26,7 +26,7 @@ def same(one: dict, other: dict) -> bool:
 
 
 def saved(folder: str, *steps: int) -> Checkpoints:
-    checkpoints = Checkpoints(folder, keep=3)
+    checkpoints = Checkpoints(folder)
     for step in steps:
         checkpoints.save(step, state_of(step), {"step": step})
     return checkpoints
@@ -35,12 +35,12 @@ def saved(folder: str, *steps: int) -> Checkpoints:
 def test_a_state_comes_back_bit_for_bit_and_the_oldest_leaves(store):
     folder = "gs://bucket/exact/checkpoints/rl"
     saved(folder, 1, 2, 3, 4).close()
-    again = Checkpoints(folder, keep=3)
-    assert again.steps() == [2, 3, 4]
-    state, meta, step = again.restore(state_of(0))
-    assert (step, meta) == (4, {"step": 4})
+    again = Checkpoints(folder)
+    assert again.steps() == [3, 4]
+    state, meta = again.restore(state_of(0), 4)
+    assert meta == {"step": 4}
     assert same(state, state_of(4))
-    assert same(Checkpoints(folder, read_only=True).restore(state_of(0), 2)[0], state_of(2))
+    assert same(Checkpoints(folder, read_only=True).restore(state_of(0), 3)[0], state_of(3))
     assert not store.names("exact/checkpoints/rl/1/")
 
 
@@ -61,9 +61,9 @@ def test_a_damaged_checkpoint_is_refused(store, damage):
         store.delete(name)
     else:
         store.write(name, store.read(name)[::-1])
-    again = Checkpoints(f"gs://bucket/{folder}", keep=3)
+    again = Checkpoints(f"gs://bucket/{folder}")
     with pytest.raises(CheckpointError, match=r"gs://.*rl/2 cannot be read .*before it"):
-        again.restore(state_of(0))
+        again.restore(state_of(0), 2)
     assert same(again.restore(state_of(0), 1)[0], state_of(1))
 
 
@@ -76,8 +76,10 @@ def test_what_a_killed_save_left_is_removed(store):
     again = Checkpoints(f"gs://bucket/{folder}")
     assert again.steps() == [1]
     again.save(3, state_of(3), {})
+    again.wait()
     assert not store.names(f"{folder}/2/")
     again.save(2, state_of(2), {})
+    again.wait()
     assert same(again.restore(state_of(0), 2)[0], state_of(2))
 
 
@@ -90,6 +92,6 @@ def test_a_save_waits_for_the_store(store):
     store.close_for(3.0)
     again.save(2, state_of(2), {})
     again.close()
-    assert same(Checkpoints(f"gs://bucket/{folder}").restore(state_of(0))[0], state_of(2))
+    assert same(Checkpoints(f"gs://bucket/{folder}").restore(state_of(0), 2)[0], state_of(2))
     with store.outage(), pytest.raises(OutageError, match="the store cannot be reached"):
         Checkpoints(f"gs://bucket/{folder}")

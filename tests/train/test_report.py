@@ -80,8 +80,6 @@ def fake_metrics(rng):
             "time/reference": 0.5,
             "time/update": 1.9 + rng.random() / 4,
             "time/data": 0.1,
-            "idle/hosts": 0.4,
-            "idle/files": 0.1 * rng.random(),
             "logprob_gap": 2e-6 + rng.random() * 1e-6,
             "token_mismatches": 0,
             "grad_norm": 1 + rng.random(),
@@ -295,7 +293,6 @@ def test_exactly_the_recorded_metrics_have_charts(page):
         "reward: anchor",
         "log-prob gap",
         "seconds by phase",
-        "idle seconds",
     } <= set(names)
     assert "grad norm" in names, "recorded, and without a curve of its own"
     assert "turns per rollout" not in names, "not recorded"

@@ -79,7 +79,7 @@ def test_it_is_saved_regularly_and_at_its_end(tmp_path):
     assert run.steps() == [1, 2, 3, 4, 5, 6, 7] == run.written()
     kept = checkpoints(tmp_path)
     assert kept.steps() == [6, 7]
-    assert unpack(kept.meta()["cursor"]) == {"at": 7}
+    assert unpack(kept.meta(7)["cursor"]) == {"at": 7}
     assert Run(tmp_path).steps() == [], "nothing is left to do"
     assert run.written() == [1, 2, 3, 4, 5, 6, 7]
 
@@ -173,6 +173,19 @@ def test_a_resumed_phase_says_where_it_goes_on(tmp_path, capsys):
     # Steps of milliseconds have two lines: the first and the last.
     assert lines[0] == "PARA-GRPO 4/7 · loss 1.00 · accuracy 0.50 · 0.000 s"
     assert lines[-1].startswith("PARA-GRPO 7/7")
+
+
+def test_what_compiles_after_the_first_steps_is_counted(tmp_path):
+    run = Run(tmp_path)
+
+    def loss(step: int) -> float:
+        run.home.compilations.count += step
+        return 1.0
+
+    run.steps(loss=loss)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["recompilations"] for line in lines[:3]] == [0, 0, 0]
+    assert [line["recompilations"] >= line["step"] for line in lines[3:]] == [True] * 4
 
 
 @pytest.mark.parametrize(

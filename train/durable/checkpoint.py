@@ -65,9 +65,6 @@ class Checkpoints:
     Args:
         folder: Holds one folder per checkpoint, named by its step; a local path, or one below
             gs://.
-        keep: Number of newest checkpoints to keep; the one with the highest score stays as well.
-        asynchronous: `save` returns once the arrays are copied to the host and writes them in the
-            background. Call `wait` or `close` before the process exits.
         identity: Settings that the checkpoints belong to; any JSON value. They are stored with each
             checkpoint, and `restore` compares them.
         read_only: Change nothing in `folder`, not even what another process is writing there.
@@ -83,18 +80,15 @@ class Checkpoints:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        keep: int = KEEP,
-        asynchronous: bool = False,
         identity: dict[str, Any] | None = None,
         read_only: bool = False,
     ) -> None:
         self.folder = any_path(folder)
         self._identity = as_json(identity or {})
-        self._asynchronous = asynchronous
         # By default, BestN would keep every checkpoint that has no score.
         best_one = policies.BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best_one]),
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(KEEP), best_one]),
             best_fn=_score,
             async_options=ocp.AsyncOptions(barrier_sync_fn=_wait_for_others),
             cleanup_tmp_directories=True,
@@ -111,6 +105,9 @@ class Checkpoints:
     ) -> None:
         """Write checkpoint `step`. If it fails, earlier checkpoints stay.
 
+        It returns once the arrays are copied to the host, and they are written in the background.
+        Call `wait` or `close` before the process exits.
+
         Args:
             step: Number of the checkpoint; it does not exist yet.
             state: Tree of jax or NumPy arrays, typed random keys included.
@@ -118,7 +115,7 @@ class Checkpoints:
             score: Makes the checkpoint a candidate for the best; of equal scores the newest wins.
 
         Raises:
-            SaveError: Writing failed.
+            SaveError: Writing failed, perhaps that of an earlier checkpoint.
             TypeError: `meta` is not JSON.
         """
         leaves = _named_leaves(state)
@@ -138,8 +135,6 @@ class Checkpoints:
             self._manager.save(step, args=items, metrics=metrics, force=True)
         except Exception as error:
             self._fail(error)
-        if not self._asynchronous:
-            self.wait()
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint, or None."""
@@ -155,31 +150,28 @@ class Checkpoints:
         self.wait()
         return self._manager.best_step()
 
-    def meta(self, step: int | None = None) -> dict[str, Any]:
-        """Read only the `meta` of checkpoint `step`, by default the latest."""
-        return self._record(self._existing(step))["meta"]
+    def meta(self, step: int) -> dict[str, Any]:
+        """Read only the `meta` of checkpoint `step`."""
+        return self._record(step)["meta"]
 
-    def restore(
-        self, template: T, step: int | None = None, part: bool = False
-    ) -> tuple[T, dict[str, Any], int]:
+    def restore(self, template: T, step: int, part: bool = False) -> tuple[T, dict[str, Any]]:
         """Read a checkpoint onto this run's devices, whatever devices it was saved from.
 
         Args:
             template: Tree with the structure of the saved state. Its leaves are arrays or
                 `jax.ShapeDtypeStruct`s: shape and dtype must match, and the array is placed by the
                 leaf's sharding (without one: on the first device). NumPy leaves stay NumPy.
-            step: The checkpoint to read, by default the latest.
+            step: The checkpoint to read.
             part: Whether the template may lack leaves, and the checkpoint may have another
                 identity, which is not compared; only the leaves of the template are read.
 
         Returns:
-            (state, meta, step).
+            (state, meta).
 
         Raises:
-            CheckpointError: There is no such checkpoint, it cannot be read or is not what was
-                saved, it has another identity, or its leaves differ from the template's.
+            CheckpointError: It cannot be read or is not what was saved, it has another identity, or
+                its leaves differ from the template's.
         """
-        step = self._existing(step)
         record = self._record(step)
         wanted = _named_leaves(template)
         folder = self.folder / str(step)
@@ -201,7 +193,7 @@ class Checkpoints:
         if damaged:
             raise self.unreadable(step, f"{damaged[0]}: its checksum is wrong")
         leaves = [arrays[name] for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(template), leaves), record["meta"], step
+        return jax.tree.unflatten(jax.tree.structure(template), leaves), record["meta"]
 
     def wait(self) -> None:
         """Wait for saving in the background. Raises SaveError if it failed."""
@@ -229,18 +221,6 @@ class Checkpoints:
             "intact: make room if the disk is full, and start the same command again."
         ) from error
 
-    def _existing(self, step: int | None) -> int:
-        """Return `step`, by default the latest. Raises an error if there is no such checkpoint."""
-        steps = self.steps()
-        if step is None and steps:
-            return steps[-1]
-        if step not in steps:
-            raise CheckpointError(
-                f"{self.folder} holds no complete checkpoint {step or ''}; it holds "
-                f"{', '.join(map(str, steps)) or 'none'}."
-            )
-        return step
-
     def _record(self, step: int) -> dict[str, Any]:
         """Read the JSON that `save` stored: leaves, sums, meta, identity."""
         record = self._read(step, _META, ocp.args.JsonRestore())
@@ -260,7 +240,8 @@ class Checkpoints:
 
     def unreadable(self, step: int, cause: str) -> CheckpointError:
         """Return the error of a checkpoint that cannot be read."""
-        again = "to resume from the one before it" if self.steps()[0] < step else "to start again"
+        older = any(other < step for other in self.steps())
+        again = "to resume from the one before it" if older else "to start again"
         return CheckpointError(
             f"{self.folder / str(step)} cannot be read ({cause}): if it is damaged, restore it "
             f"from a backup, or delete it {again}"

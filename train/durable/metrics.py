@@ -35,7 +35,7 @@ PHASE_TITLES = {
 }
 PHASES = tuple(PHASE_TITLES)
 
-MEASURED = ("wall", "time/", "idle/", "speed/", "memory/")
+MEASURED = ("wall", "time/", "speed/", "memory/")
 """Prefixes of metrics that tell how the machine did, and so differ between two equal runs."""
 
 _REMEDY = "restore the file from a backup"

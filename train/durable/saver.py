@@ -37,8 +37,9 @@ from train.durable.metrics import (
     say,
 )
 from train.durable.run_folder import RunFolder, RunFolderError, identity
-from train.durable.usage import Usage
+from train.durable.usage import Compilations, memory
 from train.learn.packing import GroupLengths
+from train.learn.speed import speeds
 from train.result import forget_after
 
 T = TypeVar("T")
@@ -56,6 +57,8 @@ _ARRAYS = (
     ("numpy._core.multiarray", "_reconstruct"),
     ("numpy._core.numeric", "_frombuffer"),
 )
+WARM_UP = 3
+"""Steps of a process in which programs of a phase may still compile."""
 _BACKUP = "restore it from a backup, or start anew with another --run-dir."
 
 
@@ -67,7 +70,7 @@ class Home:
     config: dict[str, Any]
     """The run's settings as JSON, stored beside each checkpoint."""
     metrics: MetricsWriter
-    usage: Usage
+    compilations: Compilations = dataclasses.field(default_factory=Compilations)
     interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
     profile: int = 0
     """Step of each phase to trace; 0: none."""
@@ -116,7 +119,6 @@ class Saver:
         self._parts = parts
         self._checkpoints = Checkpoints(
             home.run_folder.checkpoints / name,
-            asynchronous=True,
             identity={"settings": identity(home.config), **origin.content},
         )
         self._meta = {
@@ -126,6 +128,7 @@ class Saver:
             "param_dtype": origin.param_dtype,
             "base_fingerprint": origin.content.get("base_fingerprint"),
         }
+        self._compiled = 0
         self._trace = contextlib.ExitStack()
         # The first process decides for all: on a shared disk the others may see a new checkpoint
         # later than it does.
@@ -163,7 +166,7 @@ class Saver:
                     folder / f"process-{hosts.process_index()}", profiler_options=options
                 )
                 self._trace.enter_context(trace)
-            self._home.usage.reset()
+            self._compiled = self._home.compilations.count
             with jax.profiler.StepTraceAnnotation(self.name, step_num=step):
                 yield step
             self._trace.close()
@@ -192,7 +195,7 @@ class Saver:
             # Both states together might not fit into the memory of the devices.
             for leaf in jax.tree.leaves(initial):
                 leaf.delete()
-            saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
+            saved, meta = self._checkpoints.restore(template, self.finished_steps)
             state = saved if self._parts is None else self._parts.as_trained(saved)
             try:
                 cursor = unpack(meta["cursor"])
@@ -234,7 +237,7 @@ class Saver:
         # A sum is finite only if both terms are.
         if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
             raise self._diverged(f"the loss of {self._step(step)} is not finite")
-        measured = self._home.usage.metrics(metrics, lengths)
+        measured = self._measured(step, state, metrics, lengths)
         line = self._home.metrics.write(self.name, step, {**metrics, **measured})
         if hosts.is_first():
             self._lines.add(line)
@@ -246,6 +249,23 @@ class Saver:
                 self._checkpoints.wait()
         if asked is not None:
             raise Stopped(asked, f"stopped after {self._step(step)}, which is saved")
+
+    def _measured(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, float],
+        lengths: Sequence[GroupLengths],
+    ) -> dict[str, float]:
+        """Return the metrics that every phase has: memory, compilations, and speed of an update."""
+        compiled = self._home.compilations.count - self._compiled
+        is_warm = step - self.finished_steps > WARM_UP
+        measured = {"recompilations": float(compiled if is_warm else 0)} | memory()
+        if lengths and self._parts is not None:
+            seconds = metrics.get("time/update", metrics.get("time/step", math.inf))
+            devices = jax.tree.leaves(state)[0].sharding.num_devices
+            measured |= speeds(lengths, self._parts.model.config, seconds, devices)
+        return measured
 
     def _require_metrics(self) -> None:
         """Raise RunFolderError if metrics.jsonl lacks lines of steps that are saved."""
