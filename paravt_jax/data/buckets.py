@@ -59,8 +59,8 @@ def fetch_files(
     system, top = open_bucket(address)
     with _named_errors(f"{address}: cannot be listed", "check the path and the credentials"):
         system.invalidate_cache()
-        found: Any = system.find(top, detail=True)
-    listed = {os.path.relpath(path, top.rstrip("/")): info for path, info in found.items()}
+        files: Any = system.find(top, detail=True)
+    listed = {os.path.relpath(path, top.rstrip("/")): info for path, info in files.items()}
     names = [
         name for name in _matching(listed, patterns) if depth is None or name.count("/") <= depth
     ]

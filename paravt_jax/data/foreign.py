@@ -19,11 +19,6 @@ MOST_BYTES = 64 << 20
 """Upper bound on a file's size. The largest such file of a model, its tokenizer, has 11 MB."""
 
 _LFS = b"version https://git-lfs.github.com/spec/"
-POINTER = (
-    "only a pointer of git-lfs, not the file itself; run git lfs pull there, or download the "
-    "folder with hf download"
-)
-"""What is wrong with a pointer, and the remedy."""
 _STAMP = r"(?:([0-9]{1,4}):)?([0-9]{1,4}):([0-9]{1,4}(?:[.,][0-9]{1,6})?)"
 # Some files have a position on the screen after the times.
 _TIMES = re.compile(rf"^[ \t]*{_STAMP}[ \t]*-->[ \t]*{_STAMP}(?:[ \t].*)?\r?$", re.MULTILINE)
@@ -40,39 +35,34 @@ def read_bytes(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
 
     Raises:
         OSError: There is no such file, or it cannot be read.
-        ForeignFileError: It is no regular file, too large, or a pointer of git-lfs to the real
-            file.
+        ForeignFileError: It is too large; see also `open_regular`.
     """
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ForeignFileError(f"{path}: larger than {most / 1e6:,.0f} MB; give the right file")
-    require_content(path, data)
     return data
 
 
 def open_regular(path: str | os.PathLike) -> io.BufferedReader:
-    """Open a file to read. A pipe or a device, which may never end, is refused.
+    """Open a file to read.
 
     Raises:
         OSError: There is no such file, it is a folder, or it cannot be read.
-        ForeignFileError: It is something else.
+        ForeignFileError: It is a pipe or a device, which may never end, or a pointer of git-lfs to
+            the real file.
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise ForeignFileError(f"{path}: no regular file; give the right file")
-    return open(path, "rb")
-
-
-def require_content(path: str | os.PathLike, head: bytes) -> None:
-    """Raise ForeignFileError if a file that begins with these bytes is a pointer of git-lfs."""
-    if is_pointer(head):
-        raise ForeignFileError(f"{path}: {POINTER}")
-
-
-def is_pointer(head: bytes) -> bool:
-    """Return whether a file that begins with these bytes is a pointer of git-lfs."""
-    return head.startswith(_LFS)
+    file = open(path, "rb")
+    if file.peek(len(_LFS)).startswith(_LFS):
+        file.close()
+        raise ForeignFileError(
+            f"{path}: only a pointer of git-lfs, not the file itself; run git lfs pull there, or "
+            "download the folder with hf download"
+        )
+    return file
 
 
 def read_object(path: str | os.PathLike, remedy: str = "fetch it again") -> dict[str, Any]:

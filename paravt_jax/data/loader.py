@@ -10,7 +10,7 @@ import collections
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import grain
 import numpy as np
@@ -18,7 +18,6 @@ import numpy as np
 _Record = TypeVar("_Record")
 _Begun = TypeVar("_Begun")
 _Batch = TypeVar("_Batch")
-_Item = TypeVar("_Item", covariant=True)
 
 
 def stream(
@@ -48,17 +47,6 @@ def stream(
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
 
-@runtime_checkable
-class Resumable(Protocol[_Item]):
-    """A stream whose position can be saved."""
-
-    def __next__(self) -> _Item: ...
-
-    def get_state(self) -> dict[str, Any]: ...
-
-    def set_state(self, state: dict[str, Any]) -> None: ...
-
-
 class Ahead(Generic[_Record, _Begun]):
     """A stream that begins its next `depth` batches, so that their frames can be read in time.
 
@@ -70,7 +58,7 @@ class Ahead(Generic[_Record, _Begun]):
 
     def __init__(
         self,
-        source: Resumable[_Record],
+        source: grain.DatasetIterator[_Record] | Ahead[Any, _Record],
         depth: int = 0,
         begin: Callable[[_Record], _Begun] = lambda batch: batch,
     ):
@@ -129,7 +117,7 @@ class Pipeline(Generic[_Record, _Begun, _Batch]):
 
     def __init__(
         self,
-        source: Resumable[_Record],
+        source: grain.DatasetIterator[_Record] | Ahead[Any, _Record],
         begin: Callable[[_Record], _Begun],
         finish: Callable[[_Begun], _Batch],
     ):

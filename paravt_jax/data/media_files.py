@@ -12,7 +12,7 @@ import os
 import stat
 import warnings
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import av
 import av.error
@@ -62,7 +62,7 @@ def open_video(path: str | os.PathLike) -> Iterator[InputContainer]:
     """Open a video. Errors in the file become VideoErrors, also those of the caller's block."""
     # Open the file anew for every call: a reader that is passed to another thread or through a fork
     # can hang.
-    with _video_errors(path), _opened(path) as source:
+    with _video_errors(path), foreign.open_regular(path) as source:
         try:
             container = av.open(source, container_options=_FFMPEG_LIMITS, **_FFMPEG_OPTIONS)
         except av.error.ArgumentError as error:
@@ -102,7 +102,7 @@ def open_picture(path: str | os.PathLike) -> Iterator[Image.Image]:
     with (
         _video_errors(path),
         warnings.catch_warnings(action="ignore"),  # of damaged EXIF data
-        _opened(path) as source,
+        foreign.open_regular(path) as source,
         Image.open(source, formats=_PICTURES) as picture,
     ):
         require_size(path, picture.width, picture.height)
@@ -120,12 +120,3 @@ def require_size(path: str | os.PathLike, width: int, height: int) -> None:
             f"its frames have {width} x {height} pixels; at most {MOST_PIXELS:,} are read, so "
             "scale it down",
         )
-
-
-@contextlib.contextmanager
-def _opened(path: str | os.PathLike) -> Iterator[IO[bytes]]:
-    with open(path, "rb") as file:
-        if foreign.is_pointer(file.read(64)):
-            raise VideoError(path, foreign.POINTER)
-        file.seek(0)
-        yield file

@@ -59,7 +59,7 @@ class _File:
     picture: bool
 
 
-_Part = str | _File
+_Item = str | _File
 _Columns = TypeVar("_Columns", bound=pydantic.BaseModel)
 
 
@@ -67,7 +67,7 @@ class _Url(pydantic.BaseModel):
     url: str
 
 
-class _Item(pydantic.BaseModel):
+class _Entry(pydantic.BaseModel):
     """A text or a file of a message."""
 
     type: Literal["text", "video_url", "image_url"]
@@ -76,23 +76,23 @@ class _Item(pydantic.BaseModel):
     image_url: _Url | None = None
 
     @property
-    def part(self) -> _Part:
+    def item(self) -> _Item:
         if self.type == "text" and self.text is not None:
             return self.text
         file = self.video_url if self.type == "video_url" else self.image_url
         if self.type == "text" or file is None:
-            raise Refused(Reason.BROKEN, f"a part of type {self.type} holds none")
+            raise Refused(Reason.BROKEN, f"an entry of type {self.type} holds none")
         return _File(file.url.removeprefix("file://"), self.type == "image_url")
 
 
-def _as_items(content: Any) -> Any:
+def _as_entries(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class _Message(pydantic.BaseModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: Annotated[
-        list[_Item], pydantic.Field(min_length=1), pydantic.BeforeValidator(_as_items)
+        list[_Entry], pydantic.Field(min_length=1), pydantic.BeforeValidator(_as_entries)
     ]
 
 
@@ -213,8 +213,7 @@ def read_table(table: Table, batch: int = 256) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def _open_parquet(path: pathlib.Path) -> Iterator[pyarrow.parquet.ParquetFile]:
     """Open a file. What pyarrow raises until it is closed becomes an error that names it."""
-    with foreign.open_regular(path) as head:
-        foreign.require_content(path, head.read(64))
+    foreign.open_regular(path).close()  # refuses a pointer of git-lfs
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             yield file
@@ -234,7 +233,7 @@ def read_question(columns: Mapping[str, Any], id: str) -> Question:
     """
     read = _checked(_QuestionColumns, columns)
     turns = [turn for turn in read.prompt if turn.role != "system"]
-    asked = [item.part for turn in turns if turn.role == "user" for item in turn.content]
+    asked = [entry.item for turn in turns if turn.role == "user" for entry in turn.content]
     if len(turns) != 1 or len(asked) != 1 or not isinstance(asked[0], str):
         raise Refused(Reason.BROKEN, "prompt is not one user turn of text")
     path = read.videos[0].video.removeprefix("file://")
@@ -271,7 +270,7 @@ class _Turn:
     """A message of the file, or a turn of an episode."""
 
     role: str
-    parts: list[_Part]
+    items: list[_Item]
     call: CropCall | None = None
     """The call that a tool turn of an episode responds to."""
 
@@ -295,22 +294,22 @@ def read_conversation(
     messages = _read_messages(_checked(_ConversationColumns, columns).messages)
     split = [turn for message in messages if message.role != "system" for turn in _split(message)]
     turns = _arrange(split, limits)
-    shown_files = [part for turn in turns for part in turn.parts if isinstance(part, _File)]
+    shown_files = [item for turn in turns for item in turn.items if isinstance(item, _File)]
     main_video = next((file.path for file in shown_files if not file.picture), None)
 
-    def shown(part: _Part, call: CropCall | None) -> str | Clip:
-        if isinstance(part, str):
-            return part
+    def shown(item: _Item, call: CropCall | None) -> str | Clip:
+        if isinstance(item, str):
+            return item
         # If a tool returns the main video, show the window of its call. Any other file, such as a
         # crop that was cut out beforehand, is shown whole.
-        window = call if part.path == main_video else None
-        return look(part.path, part.picture, window)
+        window = call if item.path == main_video else None
+        return look(item.path, item.picture, window)
 
     return Conversation(
         id,
         _offers_tools(messages, turns),
         tuple(
-            ChatTurn(turn.role, tuple(shown(part, turn.call) for part in turn.parts))
+            ChatTurn(turn.role, tuple(shown(item, turn.call) for item in turn.items))
             for turn in turns
         ),
     )
@@ -319,22 +318,22 @@ def read_conversation(
 def _offers_tools(messages: Sequence[_Turn], turns: Sequence[_Turn]) -> bool:
     """Return whether the prompt names the tool, or a tool is used."""
     prompts = [message for message in messages if message.role in ("system", "user")]
-    texts = [part for message in prompts for part in message.parts if isinstance(part, str)]
+    texts = [item for message in prompts for item in message.items if isinstance(item, str)]
     return "crop_video" in " ".join(texts) or any(turn.role == "tool" for turn in turns)
 
 
 def _read_messages(messages: Sequence[_Message]) -> list[_Turn]:
     """Read roles, texts and files. File paths in texts become the names that the model uses."""
-    contents = [[item.part for item in message.content] for message in messages]
-    files = [part for parts in contents for part in parts if isinstance(part, _File)]
+    contents = [[entry.item for entry in message.content] for message in messages]
+    files = [item for items in contents for item in items if isinstance(item, _File)]
     pictures = _numbered(_PICTURE_NAME, [file.path for file in files if file.picture])
     videos = _numbered(VIDEO_NAME, [file.path for file in files if not file.picture])
     names = pictures | videos
     read = []
-    for message, parts in zip(messages, contents, strict=True):
+    for message, items in zip(messages, contents, strict=True):
         shown = [
-            _hide_paths(_PLACEHOLDER.sub("", part), names) if isinstance(part, str) else part
-            for part in parts
+            _hide_paths(_PLACEHOLDER.sub("", item), names) if isinstance(item, str) else item
+            for item in items
         ]
         read.append(_Turn(message.role, shown))
     return read
@@ -353,9 +352,9 @@ def _split(message: _Turn) -> list[_Turn]:
     Such blocks stand in a tool's turn, in a user's or in the assistant's own message. A tool's turn
     without them is one response. What stands beside a block keeps the role of the message.
     """
-    pieces: list[_Part] = []
-    for part in message.parts:
-        pieces += _RESPONSE_TAG.split(part) if isinstance(part, str) else [part]
+    pieces: list[_Item] = []
+    for item in message.items:
+        pieces += _RESPONSE_TAG.split(item) if isinstance(item, str) else [item]
     tags = [piece for piece in pieces if piece in _RESPONSE_TAGS]
     if tags != [*_RESPONSE_TAGS] * (len(tags) // 2):
         raise Refused(Reason.PROTOCOL, "a <tool_response> does not end, or does not begin")
@@ -366,13 +365,13 @@ def _split(message: _Turn) -> list[_Turn]:
         if piece in _RESPONSE_TAGS:
             turns.append(_Turn("tool" if piece == _RESPONSE_TAGS[0] else message.role, []))
         elif isinstance(piece, _File) or piece.strip():
-            turns[-1].parts.append(piece)
+            turns[-1].items.append(piece)
     beside = turns[::2]
     # It would count as one more response.
-    if message.role == "tool" and any(turn.parts for turn in beside):
+    if message.role == "tool" and any(turn.items for turn in beside):
         raise Refused(Reason.PROTOCOL, "a text or file stands beside a <tool_response>")
     # A response may be empty.
-    return [turn for number, turn in enumerate(turns) if turn.parts or number % 2]
+    return [turn for number, turn in enumerate(turns) if turn.items or number % 2]
 
 
 def _arrange(turns: Sequence[_Turn], limits: ProtocolSettings) -> list[_Turn]:
@@ -389,15 +388,15 @@ def _arrange(turns: Sequence[_Turn], limits: ProtocolSettings) -> list[_Turn]:
         if turn.role == "tool":
             if not open_calls:
                 raise Refused(Reason.PROTOCOL, "more tool responses than calls")
-            arranged.append(_Turn("tool", _strip_texts(turn.parts), open_calls.pop(0)))
+            arranged.append(_Turn("tool", _strip_texts(turn.items), open_calls.pop(0)))
         elif open_calls:
             raise Refused(Reason.PROTOCOL, f"{len(open_calls)} calls have no tool response")
         elif (turn.role == "assistant") != (before in ("user", "tool")):
             raise Refused(Reason.PROTOCOL, f"after {before} turn comes one of the {turn.role}")
         elif turn.role == "user":
-            arranged.append(_Turn("user", _user_turn(turn.parts)))
+            arranged.append(_Turn("user", _user_turn(turn.items)))
         else:
-            text, open_calls = _response(turn.parts, limits)
+            text, open_calls = _response(turn.items, limits)
             tool_turns += bool(open_calls)
             arranged.append(_Turn("assistant", [text]))
         before = turn.role
@@ -410,10 +409,10 @@ def _arrange(turns: Sequence[_Turn], limits: ProtocolSettings) -> list[_Turn]:
     return arranged
 
 
-def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, list[CropCall]]:
+def _response(items: Sequence[_Item], limits: ProtocolSettings) -> tuple[str, list[CropCall]]:
     """Return a response's text, with its calls in the protocol's form, and the calls."""
-    texts = [part for part in parts if isinstance(part, str)]
-    if len(texts) < len(parts):
+    texts = [item for item in items if isinstance(item, str)]
+    if len(texts) < len(items):
         raise Refused(Reason.PROTOCOL, "a response shows a file")
     # Some published responses have the mark of their turn's end.
     text = _END_MARK.sub("", "".join(texts).strip())
@@ -447,21 +446,21 @@ def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, li
     return text, calls
 
 
-def _user_turn(parts: Sequence[_Part]) -> list[_Part]:
-    shown = _strip_texts(parts)
-    texts = [part for part in shown if isinstance(part, str)]
+def _user_turn(items: Sequence[_Item]) -> list[_Item]:
+    shown = _strip_texts(items)
+    texts = [item for item in shown if isinstance(item, str)]
     if not texts:
         raise Refused(Reason.BROKEN, "a user turn asks nothing")
     if len(texts) > 1:
         return shown
     # The protocol puts a question after the files that it is about.
-    return [part for part in shown if isinstance(part, _File)] + texts
+    return [item for item in shown if isinstance(item, _File)] + texts
 
 
-def _strip_texts(parts: Sequence[_Part]) -> list[_Part]:
+def _strip_texts(items: Sequence[_Item]) -> list[_Item]:
     """Strip white space around texts, and drop empty texts."""
-    stripped = [part.strip() if isinstance(part, str) else part for part in parts]
-    return [part for part in stripped if part]
+    stripped = [item.strip() if isinstance(item, str) else item for item in items]
+    return [item for item in stripped if item]
 
 
 def _hide_paths(text: str, names: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ The columns `video`, `question` and `answer` are required; `id`, `options`, `kin
 
 from __future__ import annotations
 
+import collections
 import csv
 import functools
 import io
@@ -146,14 +147,11 @@ def read_questions(
     text = read_text(path, _MOST_BYTES)
     # Questions about the same video share one tuple.
     read_subtitles = functools.cache(functools.partial(_subtitles, pathlib.Path(videos)))
-    questions: dict[str, Question] = {}
+    questions: list[Question] = []
     line = 0
     try:
         for line, columns in read_lines(text):
-            question = _question(columns, line, read_subtitles)
-            if question.id in questions:
-                raise _bad("id", question.id, "another line has the same id: change one")
-            questions[question.id] = question
+            questions.append(_question(columns, line, read_subtitles))
     except ValueError as error:
         raise ValueError(f"{path}, line {line}: {error}") from error
     except csv.Error as error:
@@ -161,7 +159,8 @@ def read_questions(
         raise ValueError(f"{path}, after line {line}: not CSV ({error}); correct it") from error
     if not questions:
         raise ValueError(f"questions: {path}; it has no questions: write one per line")
-    return tuple(questions.values())
+    require_unique_ids(questions)
+    return tuple(questions)
 
 
 def require_unique_ids(questions: Sequence[Question]) -> None:
@@ -169,13 +168,12 @@ def require_unique_ids(questions: Sequence[Question]) -> None:
 
     An episode's seed comes from the id, so both questions would draw the same numbers.
     """
-    seen: set[str] = set()
-    for question in questions:
-        if question.id in seen:
+    counts = collections.Counter(question.id for question in questions)
+    for id, count in counts.most_common(1):
+        if count > 1:
             raise ValueError(
-                f"questions: two have the id {question.id!r}; an id names one question: change one"
+                f"questions: {count} have the id {id!r}; an id names one question: change it"
             )
-        seen.add(question.id)
 
 
 def _csv_lines(text: str) -> Iterator[tuple[int, Any]]:

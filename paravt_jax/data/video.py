@@ -188,15 +188,15 @@ def _read_from_keyframes(
         for n in numbers:
             key = index.key_before(n)
             # The first keyframe is not looked for: an edit list may hide it.
-            is_found = key == index.keys[0]
+            is_past_key = key == index.keys[0]
             # Decode on, unless a later keyframe is nearer.
             if reached < 0 or key > index.stamps[min(reached + _SEEK_FRAMES, index.frames - 1)]:
                 container.seek(key, backward=True, stream=stream)
                 frames = decode(container, stream)
             else:
-                is_found = True
+                is_past_key = True
             try:
-                frame = _find(frames, int(index.stamps[n]), None if is_found else key)
+                frame = _find(frames, int(index.stamps[n]), None if is_past_key else key)
             except av.error.FFmpegError:
                 # A decoder that did not begin at a keyframe may fail. If the file is damaged,
                 # decoding it from its start fails as well.

@@ -7,6 +7,7 @@ import json
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import grain
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +49,7 @@ def test_impossible_streams_are_refused(source, batch):
         loader.stream(source, 0, batch)
 
 
-class Numbers:
+class Numbers(grain.DatasetIterator[tuple[int, ...]]):
     """A stream of 0, 1, 2 ..., whose state is the next number."""
 
     def __init__(self):
