@@ -119,7 +119,8 @@ def test_a_full_disk_may_pass_by_itself_and_nothing_else(tmp_path, monkeypatch):
 def test_the_folder_is_new_or_of_this_run(tmp_path):
     run = paravt_tiny()
     assert checked(run, tmp_path)["run directory"].text.endswith(": new")
-    claim_folder(tmp_path / "run", resolved(run)).close()
+    with claim_folder(tmp_path / "run", resolved(run)):
+        pass
     (tmp_path / "run" / "metrics.jsonl").touch()
     assert checked(run, tmp_path)["run directory"].text.endswith(": continues")
     other = change(run, "paravt_tiny", {"rl.steps": 1})

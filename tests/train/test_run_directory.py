@@ -26,6 +26,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {"rl": {"lr": 1e-3, "frames": (4, 8), "anchor": None}, "seed": 0}
 
 
+def claim(folder: pathlib.Path | str, config: dict[str, Any]) -> None:
+    """Claim a folder for a moment."""
+    with claim_folder(folder, config):
+        pass
+
+
 def test_a_new_folder_is_created_and_the_same_configuration_resumes(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "runs" / "a"
     with claim_folder(folder, CONFIG):
@@ -37,7 +43,7 @@ def test_a_new_folder_is_created_and_the_same_configuration_resumes(tmp_path: pa
         "seed": 0,
     }
     (folder / "metrics.jsonl").write_text("{}\n")
-    claim_folder(folder, CONFIG).close()
+    claim(folder, CONFIG)
     assert (folder / "metrics.jsonl").read_text() == "{}\n"
 
 
@@ -45,14 +51,14 @@ def test_another_configuration_is_refused_with_exactly_the_differences(
     tmp_path: pathlib.Path,
 ) -> None:
     other = {"rl": {"lr": 1.0}, "seed": 3}
-    claim_folder(tmp_path, other).close()
+    claim(tmp_path, other)
     # Without other files there, the configuration may still change.
-    claim_folder(tmp_path, CONFIG).close()
+    claim(tmp_path, CONFIG)
     (tmp_path / "videos").mkdir()
     before = (tmp_path / "config.json").read_bytes()
     rl = {"lr": 2e-3, "frames": (4, 8), "anchor": "credit"}
     with pytest.raises(RunFolderError) as refusal:
-        claim_folder(tmp_path, {"rl": rl, "extra": {}, "seed": 0})
+        claim(tmp_path, {"rl": rl, "extra": {}, "seed": 0})
     assert str(refusal.value).splitlines()[1:-1] == [
         "  rl.lr: 0.001 -> 0.002",
         '  rl.anchor: null -> "credit"',
@@ -60,7 +66,7 @@ def test_another_configuration_is_refused_with_exactly_the_differences(
     ]
     assert (tmp_path / "config.json").read_bytes() == before
     # The refusal has released the lock.
-    claim_folder(tmp_path, CONFIG).close()
+    claim(tmp_path, CONFIG)
 
 
 def test_the_mesh_and_what_is_kept_on_disk_may_change_on_resume(
@@ -73,16 +79,16 @@ def test_the_mesh_and_what_is_kept_on_disk_may_change_on_resume(
         "engine": {"slots": 9},
         "rl": CONFIG["rl"] | {"microbatch_tokens": 4, "remat": "full"},
     }
-    claim_folder(tmp_path, here).close()
+    claim(tmp_path, here)
     (tmp_path / "videos").mkdir()
-    claim_folder(tmp_path, there).close()
+    claim(tmp_path, there)
     assert json.loads((tmp_path / "config.json").read_text())["mesh"] == {"fsdp": 8}
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(RunFolderError, match=r"thesis\.tex"):
-        claim_folder(tmp_path, CONFIG)
+        claim(tmp_path, CONFIG)
     assert not (tmp_path / "config.json").exists()
 
 
@@ -90,13 +96,13 @@ def test_a_folder_with_other_files_is_refused(tmp_path: pathlib.Path) -> None:
 def test_a_folder_in_which_nothing_can_be_written_is_refused(tmp_path: pathlib.Path, below: str):
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(RunFolderError, match=f"--run-dir {file}{below} cannot be used: .*writable"):
-        claim_folder(f"{file}{below}", CONFIG)
+    with pytest.raises(OSError, match=f"{file}"):
+        claim(f"{file}{below}", CONFIG)
 
 
 def test_every_flipped_bit_of_a_configuration_is_named(tmp_path: pathlib.Path) -> None:
     """A changed digit is no other configuration, and another format is no other version."""
-    claim_folder(tmp_path, CONFIG).close()
+    claim(tmp_path, CONFIG)
     file = tmp_path / "config.json"
     for damaged in damaged_versions(file.read_bytes()):
         file.write_bytes(damaged)
@@ -110,7 +116,7 @@ def test_a_directory_of_another_format_is_refused_in_one_line(tmp_path: pathlib.
     before = (tmp_path / "config.json").read_bytes()
     (tmp_path / "videos").mkdir()
     with pytest.raises(RunFolderError, match="use the version") as refusal:
-        claim_folder(tmp_path, CONFIG)
+        claim(tmp_path, CONFIG)
     assert f"has format {FORMAT + 1}" in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert (tmp_path / "config.json").read_bytes() == before
@@ -119,11 +125,11 @@ def test_a_directory_of_another_format_is_refused_in_one_line(tmp_path: pathlib.
 HOLDER = """
 import os, sys, time
 from train.durable.run_folder import claim_folder
-run = claim_folder(sys.argv[1], {})
-worker = os.fork()  # like a data worker
-if worker:
-    print(worker, flush=True)
-time.sleep(60)
+with claim_folder(sys.argv[1], {}):
+    worker = os.fork()  # like a data worker
+    if worker:
+        print(worker, flush=True)
+    time.sleep(60)
 """
 
 
@@ -136,13 +142,13 @@ def test_the_lock_admits_one_process_and_ends_with_it(tmp_path: pathlib.Path) ->
     try:
         used = rf"^{tmp_path}/.lock: in use .*{holder.pid}\); wait for it, or stop it$"
         with pytest.raises(BlockingIOError, match=used):
-            claim_folder(tmp_path, {})
+            claim(tmp_path, {})
         holder.kill()
         holder.wait()
         time.sleep(0.1)
         # The orphaned worker still runs, without the lock.
         os.kill(worker, 0)
-        claim_folder(tmp_path, {}).close()
+        claim(tmp_path, {})
     finally:
         holder.kill()
         holder.stdout.close()

@@ -7,7 +7,6 @@ import errno
 import math
 import pathlib
 import pickle
-import re
 import signal
 
 import jax.numpy as jnp
@@ -105,11 +104,8 @@ def test_a_stop_before_the_first_step_does_nothing(tmp_path):
 
 
 def test_an_infinite_loss_ends_it_and_steps_after_the_last_save_are_repeated(tmp_path):
-    message = (
-        "the loss of PARA-GRPO 5/7 is not finite; the last finite checkpoint is PARA-GRPO 3/7, and "
-        "the same command computes the same again: lower the learning rate in another --run-dir"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+    message = "^the loss of PARA-GRPO 5/7 is not finite; .*: lower the learning rate in another"
+    with pytest.raises(ValueError, match=message):
         Run(tmp_path).steps(loss=lambda step: float("nan") if step == 5 else 1.0)
     run = Run(tmp_path)
     assert (run.latest(), run.written()) == (3, [1, 2, 3, 4])
@@ -120,9 +116,8 @@ def test_an_infinite_loss_ends_it_and_steps_after_the_last_save_are_repeated(tmp
 @pytest.mark.parametrize(("step", "good"), [(3, None), (6, 3), (7, 6)])
 def test_what_an_update_has_destroyed_is_not_saved(tmp_path, step, good):
     """The loss of a step is that of the weights before its update."""
-    kept = f"the last finite checkpoint is PARA-GRPO {good}/7" if good else "no step is saved"
-    what = f"after PARA-GRPO {step}/7, n is not finite; {kept}, and the same command "
-    with pytest.raises(ValueError, match=f"^{what}"):
+    message = f"^after PARA-GRPO {step}/7, n is not finite; .*: lower the learning rate in another"
+    with pytest.raises(ValueError, match=message):
         Run(tmp_path).steps(destroyed=step)
     run = Run(tmp_path)
     assert run.latest() == good

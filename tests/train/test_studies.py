@@ -29,7 +29,8 @@ class FakeRuns:
     def __call__(self, run: Run, interrupts: Interrupts) -> None:
         interrupts.check("stopped")
         folder = pathlib.Path(run.run_dir)
-        claim_folder(folder, resolved(run)).close()
+        with claim_folder(folder, resolved(run)):
+            pass
         self.done.append((run.name, run.seed))
         value = run.seed / 100
         result = {

@@ -18,7 +18,7 @@ import hashlib
 import pathlib
 import tempfile
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 from paravt_jax.data.any_path import AnyPath, any_path, is_bucket, user_folder
 from paravt_jax.data.stored import (
@@ -160,8 +160,9 @@ class RunFolder:
             self.push()
 
 
-def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> TextIO:
-    """Create or reopen a run's folder, and lock it until the returned stream is closed.
+@contextlib.contextmanager
+def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> Iterator[None]:
+    """Create or reopen a run's folder, and lock it in the block.
 
     A new folder gets config.json; an existing one must hold the same configuration. Settings in
     `MAY_CHANGE` may differ and are written again. The lock is a kernel lock and ends with the
@@ -172,27 +173,18 @@ def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> TextIO:
         config: The run's settings, as JSON can hold them.
 
     Raises:
+        OSError: The folder cannot be written.
         BlockingIOError: Another process has the lock.
-        RunFolderError: The configuration differs (the message lists the fields), the folder holds
-            other files, or it cannot be written.
+        RunFolderError: The configuration differs (the message lists the fields), or the folder
+            holds other files.
         TypeError: `config` is not JSON.
     """
     folder = pathlib.Path(run_dir).absolute()
-    config = as_json(config)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as undo:
-            stream = undo.enter_context(lock(folder / _LOCK))
-            _is_continued(folder, config)
-            write_checked_json(folder / _CONFIG, {"format": FORMAT, **config}, indent=1)
-            undo.pop_all()
-        return stream
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        raise RunFolderError(
-            f"--run-dir {folder} cannot be used: {error}. Give a writable folder."
-        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock(folder / _LOCK):
+        _is_continued(folder, config)
+        write_checked_json(folder / _CONFIG, {"format": FORMAT, **config}, indent=1)
+        yield
 
 
 def _is_continued(folder: AnyPath, config: dict[str, Any]) -> bool:

@@ -59,6 +59,10 @@ _ARRAYS = (
 )
 WARM_UP = 3
 """Steps of a process in which programs of a phase may still compile."""
+_LOWER = (
+    "what is saved is finite, but the same command computes the same again: lower the "
+    "learning rate in another --run-dir"
+)
 _BACKUP = "restore it from a backup, or start anew with another --run-dir."
 
 
@@ -129,7 +133,6 @@ class Saver:
             "base_fingerprint": origin.content.get("base_fingerprint"),
         }
         self._compiled = 0
-        self._trace = contextlib.ExitStack()
         # The first process decides for all: on a shared disk the others may see a new checkpoint
         # later than it does.
         self.finished_steps: int = hosts.gather(self._checkpoints.latest())[0] or 0
@@ -144,7 +147,6 @@ class Saver:
             # Other processes may have no part in a save any more, which would then never complete.
             return
         self._checkpoints.close()
-        self._trace.close()
 
     @property
     def left(self) -> range:
@@ -156,20 +158,17 @@ class Saver:
 
         Every process writes its trace into RUN/profile/PHASE/process-N.
         """
+        options = jax.profiler.ProfileOptions()
+        # Calls of Python functions would be most of the events, and slow the step down.
+        options.python_tracer_level = 0
+        folder = self._home.folder / "profile" / self.name / f"process-{hosts.process_index()}"
         for step in self.left:
-            if step == self._home.profile:
-                folder = self._home.folder / "profile" / self.name
-                options = jax.profiler.ProfileOptions()
-                # Calls of Python functions would be most of the events, and slow the step down.
-                options.python_tracer_level = 0
-                trace = jax.profiler.trace(
-                    folder / f"process-{hosts.process_index()}", profiler_options=options
-                )
-                self._trace.enter_context(trace)
             self._compiled = self._home.compilations.count
-            with jax.profiler.StepTraceAnnotation(self.name, step_num=step):
+            trace = contextlib.nullcontext()
+            if step == self._home.profile:
+                trace = jax.profiler.trace(folder, profiler_options=options)
+            with trace, jax.profiler.StepTraceAnnotation(self.name, step_num=step):
                 yield step
-            self._trace.close()
 
     def restore(self, initial: T) -> tuple[T, Any]:
         """Restore the newest checkpoint. Call it once, before the first step.
@@ -236,7 +235,7 @@ class Saver:
         """
         # A sum is finite only if both terms are.
         if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
-            raise self._diverged(f"the loss of {self._step(step)} is not finite")
+            raise ValueError(f"the loss of {self._step(step)} is not finite; {_LOWER}")
         measured = self._measured(step, state, metrics, lengths)
         line = self._home.metrics.write(self.name, step, {**metrics, **measured})
         if hosts.is_first():
@@ -311,7 +310,7 @@ class Saver:
         destroyed = not_finite(state)
         if destroyed:
             # An update with a finite loss has destroyed it.
-            raise self._diverged(f"after {self._step(step)}, {destroyed} is not finite")
+            raise ValueError(f"after {self._step(step)}, {destroyed} is not finite; {_LOWER}")
         with jax.profiler.TraceAnnotation("save"):
             self._home.check()
             self._home.run_folder.push()
@@ -333,16 +332,6 @@ class Saver:
             line["accuracy"] for line in self._own_lines((step - 1) // every * every + 1, step)
         ]
         return sum(values) / len(values)
-
-    def _diverged(self, what: str) -> ValueError:
-        newest = self._checkpoints.latest()
-        good = "no step is saved"
-        if newest is not None:
-            good = f"the last finite checkpoint is {self._step(newest)}"
-        return ValueError(
-            f"{what}; {good}, and the same command computes the same again: lower the learning "
-            "rate in another --run-dir"
-        )
 
 
 def _shape(leaf: Any) -> Any:
