@@ -56,15 +56,13 @@ class Lease:
         # The id tells processes of equal containers apart.
         self._holder = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex}"
         self._lost = False
-        # Renewals of the thread and of `require` must not meet.
-        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._write("create")
         while not self._is_mine():
             self._wait_for_other(self._read())
             self._write("create")
-        self._renewed = time.monotonic()
-        threading.Thread(target=self._renew_until_closed, daemon=True).start()
+        self._thread = threading.Thread(target=self._renew_until_closed, daemon=True)
+        self._thread.start()
 
     def require(self) -> None:
         """Raise LeaseError if another process has taken over.
@@ -73,8 +71,7 @@ class Lease:
             BucketError: The store cannot be reached to find out.
         """
         # A process that was frozen or cut off may not have noticed yet.
-        if time.monotonic() - self._renewed > LENGTH - EVERY:
-            self._renew()
+        self._renew()
         if self._lost:
             raise LeaseError(
                 f"--run-dir {self._address} was taken over by {_name(self._read())}, because this "
@@ -82,14 +79,12 @@ class Lease:
             )
 
     def close(self) -> None:
-        """Give the lease back."""
+        """Give the lease back. If the store cannot be reached, the next start waits."""
         self._closing.set()
-        with self._lock:
-            try:
-                if self._is_mine():
-                    self._delete()
-            except OSError as error:
-                say(f"warning: {error}; the next start waits up to {LENGTH:.0f} s")
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            if self._is_mine():
+                self._delete()
 
     def _wait_for_other(self, content: str) -> None:
         """Return when the lease of another process was given back, or was not renewed in time.
@@ -123,13 +118,9 @@ class Lease:
 
     def _renew(self) -> None:
         """Renew the lease, or notice that it is lost."""
-        with self._lock:
-            if self._closing.is_set():
-                return
-            self._lost = not self._is_mine()
-            if not self._lost:
-                self._write("overwrite")
-                self._renewed = time.monotonic()
+        self._lost = not self._is_mine()
+        if not self._lost:
+            self._write("overwrite")
 
     def _is_mine(self) -> bool:
         return self._read().startswith(self._holder)
