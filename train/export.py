@@ -69,10 +69,10 @@ def export(command: Export) -> None:
         with small_files(command.run_dir) as folder:
             checkpoints = _checkpoints(command, folder)
             step = _step(checkpoints, command)
-            meta = checkpoints.meta(step)
-            _require_vocabulary(command, folder, meta)
-            model = _load(command, checkpoints, step, meta)
-            frames = FrameSettings(**meta["settings"]["frames"])
+            origin = checkpoints.identity(step)
+            _require_vocabulary(command, folder, origin)
+            model = _load(command, checkpoints, step, origin)
+            frames = FrameSettings(**origin["settings"]["frames"])
             write_model(model, folder / "tokenizer", frames, target)
 
 
@@ -107,27 +107,28 @@ def _step(checkpoints: Checkpoints, command: Export) -> int:
     return step
 
 
-def _require_vocabulary(command: Export, folder: pathlib.Path, meta: dict[str, Any]) -> None:
+def _require_vocabulary(command: Export, folder: pathlib.Path, origin: dict[str, Any]) -> None:
     """Raise ValueError unless the run's tokenizer is that of the checkpoint."""
-    dialect = family_of(from_hf(meta["model"])).dialect
+    dialect = family_of(from_hf(origin["model"])).dialect
     digest = tokenizer_file.load(folder / "tokenizer", dialect).digest
-    if digest != meta["vocabulary"]:
+    wanted = origin["vocabulary"]["digest"]
+    if digest != wanted:
         raise ValueError(
             f"--run-dir {command.run_dir}: the vocabulary of tokenizer/ (digest {digest}) is not "
-            f"that of the checkpoint ({meta['vocabulary']}); restore the run's tokenizer"
+            f"that of the checkpoint ({wanted}); restore the run's tokenizer"
         )
 
 
 def _load(
-    command: Export, checkpoints: Checkpoints, step: int, meta: dict[str, Any]
+    command: Export, checkpoints: Checkpoints, step: int, origin: dict[str, Any]
 ) -> VisionLanguageModel:
     """Load the model of a checkpoint into host memory, and merge adapters."""
     cpu = jax.local_devices(backend="cpu")[0]
-    if meta["settings"]["lora"] and command.phase != "align":
+    if origin["settings"]["lora"] and command.phase != "align":
         with jax.default_device(cpu):
-            model, wanted = _adapted_base(command, meta)
+            model, wanted = _adapted_base(command, origin)
     else:
-        model = abstract_model(from_hf(meta["model"]), param_dtype=meta["param_dtype"])
+        model = abstract_model(from_hf(origin["model"]), param_dtype=origin["param_dtype"])
         wanted = {"text": nnx.state(model.text), "vision": nnx.state(model.vision)}
     # A checkpoint names the devices it was trained on. They may not exist here, so put every array
     # on the host.
@@ -140,16 +141,16 @@ def _load(
         nnx.update(getattr(model, name), weights)
     merge_adapters(model.text)
     # The trained part of the tower was in float32.
-    nnx.update(model.vision, cast(nnx.state(model.vision), meta["param_dtype"]))
+    nnx.update(model.vision, cast(nnx.state(model.vision), origin["param_dtype"]))
     return model
 
 
 def _adapted_base(
-    command: Export, meta: dict[str, Any]
+    command: Export, origin: dict[str, Any]
 ) -> tuple[VisionLanguageModel, dict[str, Any]]:
     """Load the base of a checkpoint. Returns it with fresh adapters, and what the checkpoint has,
     by tower."""
-    settings, digest = meta["settings"], meta["base_fingerprint"]
+    settings, digest = origin["settings"], origin.get("base_fingerprint")
     path = settings["model"]["path"]
     if not path:
         raise ValueError(
@@ -157,7 +158,7 @@ def _adapted_base(
             f"are not on disk; use {command.run_dir}/model, which a finished run writes with the "
             "adapters merged"
         )
-    model = load(path, from_hf(meta["model"]), param_dtype=meta["param_dtype"])
+    model = load(path, from_hf(origin["model"]), param_dtype=origin["param_dtype"])
     loaded = base_fingerprint(model)
     if loaded != digest:
         raise ValueError(

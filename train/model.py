@@ -29,7 +29,6 @@ from paravt_jax.data.stored import require_same
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from train.data import Data
-from train.durable.saver import Origin
 from train.learn.update import TrainState
 from train.settings import ModelSettings, Run
 
@@ -46,7 +45,8 @@ class Parts:
 
     model: VisionLanguageModel
     """The vision tower is on this process's devices. The decoder has shapes only."""
-    origin: Origin
+    origin: dict[str, Any]
+    """What the run starts from, as JSON."""
     skeleton: Skeleton
     """The decoder's structure, its frozen weights on the mesh, and what is trained of the tower."""
     tower: Any
@@ -83,11 +83,12 @@ class Parts:
         return nnx.State({name: x for name, x in tower.raw_mapping.items() if trains(name)})
 
 
-def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[VisionLanguageModel, Origin]:
+def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[VisionLanguageModel, dict[str, Any]]:
     """Load or initialise the model that a run begins with.
 
     Returns:
-        The model, and the run's starting point.
+        The model, and what the run starts from, as JSON: vocabulary, sizes of the model, type of
+        the trained weights (the sampler's may differ), and digests of published data and weights.
     """
     dtype = jnp.dtype(run.model.dtype)
     path = run.model.path
@@ -97,17 +98,17 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[VisionLanguageModel, 
         check_vocabulary(config, data.vocabulary, path)
     else:
         config = model_config(run, data.vocabulary)
-    content = {"vocabulary": vocabulary, "model": to_hf(config)}
+    origin = {"vocabulary": vocabulary, "model": to_hf(config)}
     if data.digest:
-        content["data"] = data.digest
+        origin["data"] = data.digest
     if path:
         model = load(path, config, mesh=mesh, dtype=dtype, param_dtype=run.param_dtype)
-        content["weights"] = weights_hash_of(path)
+        origin["weights"] = weights_hash_of(path)
         if run.lora is not None:
-            content["base_fingerprint"] = base_fingerprint(model)
+            origin["base_fingerprint"] = base_fingerprint(model)
     else:
         model = VisionLanguageModel(config, rngs=nnx.Rngs(run.seed), dtype=dtype)
-    return model, Origin(content, model.text.embedding[...].dtype.name)
+    return model, origin | {"param_dtype": model.text.embedding[...].dtype.name}
 
 
 def require_model(run: Run) -> None:
@@ -209,7 +210,7 @@ def model_config(run: Run, vocabulary: Vocabulary) -> ModelConfig:
 
 
 def take_apart(
-    model: VisionLanguageModel, run: Run, mesh: Mesh, origin: Origin
+    model: VisionLanguageModel, run: Run, mesh: Mesh, origin: dict[str, Any]
 ) -> tuple[Parts, Any]:
     """Split `model` into frozen parts and trained weights, which are sharded over `mesh`.
 
@@ -234,8 +235,7 @@ def take_apart(
     nnx.update(model.vision, on_devices)
     drop_weights(model)
     vision = TrainedVision.of(model.vision, run.train_vision, run.largest_frame)
-    content = origin.content | _base(rest, tower, vision)
-    origin = dataclasses.replace(origin, content=content)
+    origin = origin | _base(rest, tower, vision)
     return Parts(model, origin, Skeleton(graph, rest, vision), tower), weights
 
 

@@ -51,7 +51,7 @@ def export_run(run: Run, folder: pathlib.Path, parts: Parts, weights: Any) -> No
     nnx.update(model.text, text, parts.skeleton.frozen)
     if vision is not None:
         nnx.update(model.vision, vision)
-    digest = parts.origin.content.get("base_fingerprint")
+    digest = parts.origin.get("base_fingerprint")
     adapter = folder / "adapter"
     if run.lora is not None and digest is not None and not hosts.from_first(adapter.exists):
         base, trained = run.model.path, run.train_vision

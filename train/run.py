@@ -44,7 +44,7 @@ from train.data import Data, QuestionStream
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
 from train.durable.run_folder import RunFolder
-from train.durable.saver import Home, Origin, Saver
+from train.durable.saver import Home, Saver
 from train.evaluations import Evaluator
 from train.learn.align import CaptionedFrames, align
 from train.learn.placement import require_even
@@ -217,7 +217,7 @@ def _checking(run: Run, home: Home, data: Data, unreadable: dict[str, str]) -> H
 
 
 def _align(
-    run: Run, home: Home, data: Data, model: VisionLanguageModel, mesh: Mesh, origin: Origin
+    run: Run, home: Home, data: Data, model: VisionLanguageModel, mesh: Mesh, origin: dict[str, Any]
 ) -> None:
     """Teach the fresh vision tower of a tiny model to see."""
     assert run.align is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 from train.durable.metrics import MetricsWriter
 from train.durable.run_folder import RunFolder
-from train.durable.saver import Home, Origin, Saver
+from train.durable.saver import Home, Saver
 
 
 def open_home(folder: pathlib.Path, **fields: Any) -> Home:
@@ -20,5 +20,4 @@ def open_home(folder: pathlib.Path, **fields: Any) -> Home:
 
 def open_phase(name: str, home: Home, steps: int, save_every: int) -> Saver:
     """A phase of a run without a model."""
-    origin = Origin({"model": {}, "vocabulary": {"digest": "0"}}, "float32")
-    return Saver(name, steps, save_every, home, origin)
+    return Saver(name, steps, save_every, home, origin={})

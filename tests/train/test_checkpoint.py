@@ -48,10 +48,10 @@ def state_of(seed: int) -> dict:
     }
 
 
-def save(folder: pathlib.Path, step: int, state: Any, meta: Any = None, **fields: Any) -> None:
+def save(folder: pathlib.Path, step: int, state: Any, cursor: Any = None, **fields: Any) -> None:
     """Save a checkpoint, as a process that ends."""
     checkpoints = Checkpoints(folder, **fields)
-    checkpoints.save(step, state, meta or {})
+    checkpoints.save(step, state, cursor or {})
     checkpoints.close()
 
 
@@ -67,10 +67,10 @@ def bits(tree: object) -> list[tuple[str, bytes]]:
 
 def test_a_restored_state_is_equal_bit_for_bit(tmp_path: pathlib.Path) -> None:
     state = state_of(1)
-    meta = {"cursor": {"epoch": 2, "index": [3, 4]}, "phase": "rl", "seed": 2**70, "loss": 0.1}
-    save(tmp_path, 7, state, meta)
-    back, back_meta = Checkpoints(tmp_path).restore(state_of(2), 7)
-    assert back_meta == meta
+    cursor = {"epoch": 2, "index": [3, 4], "phase": "rl", "seed": 2**70, "loss": 0.1}
+    save(tmp_path, 7, state, cursor)
+    back, back_cursor = Checkpoints(tmp_path).restore(state_of(2), 7)
+    assert back_cursor == cursor
     assert jax.tree.structure(back) == jax.tree.structure(state)
     assert bits(back) == bits(state)
     assert isinstance(back["host"], np.ndarray)
@@ -247,8 +247,8 @@ def restored(folder: pathlib.Path) -> int:
     checkpoints = Checkpoints(folder)
     step = checkpoints.latest()
     assert step is not None
-    state, meta = checkpoints.restore({"w": jnp.zeros(600, int)}, step)
-    assert (state["w"] == step).all() and meta == {"step": step}
+    state, cursor = checkpoints.restore({"w": jnp.zeros(600, int)}, step)
+    assert (state["w"] == step).all() and cursor == {"step": step}
     return step
 
 
@@ -346,7 +346,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_is_a_clear_error(tmp_path: pa
     assert (again.restore(small, 1)[0]["w"] == 1).all()
     again.save(2, large, {"step": 2})
     again.close()
-    assert Checkpoints(tmp_path).meta(2) == {"step": 2}
+    assert Checkpoints(tmp_path).latest() == 2
 
 
 SAVER = """
@@ -380,8 +380,8 @@ def test_a_kill_while_saving_leaves_the_newest_complete_checkpoint(tmp_path: pat
         unfinished += len(list(tmp_path.glob("*tmp*")))
         step = Checkpoints(tmp_path).latest()
         assert step is not None and step > last
-        state, meta = Checkpoints(tmp_path).restore(template, step)
-        assert meta == {"step": step}
+        state, cursor = Checkpoints(tmp_path).restore(template, step)
+        assert cursor == {"step": step}
         assert all((leaf == step).all() for leaf in jax.tree.leaves(state))
         # Orbax removes what is unfinished in the background, before the next save.
         deadline = time.monotonic() + 60

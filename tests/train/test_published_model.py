@@ -104,7 +104,7 @@ def test_a_run_starts_from_the_weights_of_a_folder_sharded_over_its_mesh(base, r
     run = dataclasses.replace(road.run, model=ModelSettings(path=str(base)), align=None)
     model, origin = first_model(run, road.data, make_mesh())
     assert model.config == road.model.config
-    assert origin.content["weights"] == weights_hash_of(str(base))
+    assert origin["weights"] == weights_hash_of(str(base))
     weights = nnx.state(model, nnx.Param)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {np.dtype(np.float32)}
     jax.tree.map(np.testing.assert_array_equal, weights, nnx.state(road.model, nnx.Param))

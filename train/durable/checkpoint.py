@@ -100,9 +100,7 @@ class Checkpoints:
                 self.folder, options=options, item_names=(_STATE, _META)
             )
 
-    def save(
-        self, step: int, state: PyTree, meta: dict[str, Any], score: float | None = None
-    ) -> None:
+    def save(self, step: int, state: PyTree, cursor: Any, score: float | None = None) -> None:
         """Write checkpoint `step`. If it fails, earlier checkpoints stay.
 
         It returns once the arrays are copied to the host, and they are written in the background.
@@ -111,18 +109,18 @@ class Checkpoints:
         Args:
             step: Number of the checkpoint; it does not exist yet.
             state: Tree of jax or NumPy arrays, typed random keys included.
-            meta: Anything JSON can hold.
+            cursor: What is stored beside the state: anything JSON can hold.
             score: Makes the checkpoint a candidate for the best; of equal scores the newest wins.
 
         Raises:
             SaveError: Writing failed, perhaps that of an earlier checkpoint.
-            TypeError: `meta` is not JSON.
+            TypeError: `cursor` is not JSON.
         """
         leaves = _named_leaves(state)
         record = {
             "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
             "sums": _sums(leaves),
-            "meta": as_json(meta),
+            "cursor": as_json(cursor),
             "identity": self._identity,
         }
         items = ocp.args.Composite(
@@ -150,11 +148,11 @@ class Checkpoints:
         self.wait()
         return self._manager.best_step()
 
-    def meta(self, step: int) -> dict[str, Any]:
-        """Read only the `meta` of checkpoint `step`."""
-        return self._record(step)["meta"]
+    def identity(self, step: int) -> dict[str, Any]:
+        """Read only what checkpoint `step` belongs to."""
+        return self._record(step)["identity"]
 
-    def restore(self, template: T, step: int, part: bool = False) -> tuple[T, dict[str, Any]]:
+    def restore(self, template: T, step: int, part: bool = False) -> tuple[T, Any]:
         """Read a checkpoint onto this run's devices, whatever devices it was saved from.
 
         Args:
@@ -166,7 +164,7 @@ class Checkpoints:
                 identity, which is not compared; only the leaves of the template are read.
 
         Returns:
-            (state, meta).
+            (state, cursor).
 
         Raises:
             CheckpointError: It cannot be read or is not what was saved, it has another identity, or
@@ -193,7 +191,7 @@ class Checkpoints:
         if damaged:
             raise self.unreadable(step, f"{damaged[0]}: its checksum is wrong")
         leaves = [arrays[name] for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(template), leaves), record["meta"]
+        return jax.tree.unflatten(jax.tree.structure(template), leaves), record["cursor"]
 
     def wait(self) -> None:
         """Wait for saving in the background. Raises SaveError if it failed."""
@@ -222,7 +220,7 @@ class Checkpoints:
         ) from error
 
     def _record(self, step: int) -> dict[str, Any]:
-        """Read the JSON that `save` stored: leaves, sums, meta, identity."""
+        """Read the JSON that `save` stored: leaves, sums, cursor, identity."""
         record = self._read(step, _META, ocp.args.JsonRestore())
         if record.pop("checksum", None) != _sum_of_json(record):
             raise self.unreadable(step, "meta: its checksum is wrong")

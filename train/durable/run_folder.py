@@ -33,7 +33,7 @@ from paravt_jax.processes.exit_codes import Stopped, UserError
 from train.durable.bucket import BucketFiles, named_errors
 from train.durable.lease import Lease
 
-FORMAT = 13
+FORMAT = 14
 """Version of a run's files. Raise it when this code cannot read older runs."""
 
 MAY_CHANGE = (

@@ -72,7 +72,7 @@ class Home:
 
     run_folder: RunFolder
     config: dict[str, Any]
-    """The run's settings as JSON, stored beside each checkpoint."""
+    """The run's settings as JSON."""
     metrics: MetricsWriter
     compilations: Compilations = dataclasses.field(default_factory=Compilations)
     interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
@@ -87,16 +87,6 @@ class Home:
         return self.run_folder.folder
 
 
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """What a run starts from, by content. Checkpoints from another origin are refused."""
-
-    content: dict[str, Any]
-    """Vocabulary, sizes of the model, and digests of published data and weights, as JSON."""
-    param_dtype: str
-    """Type of the trained weights. The sampler's may differ."""
-
-
 class Saver:
     """Saves one phase; a context manager that waits on exit until the last save is complete.
 
@@ -105,7 +95,8 @@ class Saver:
         steps: Number of its steps.
         save_every: Steps between regular checkpoints. The last step always has one.
         home: The run.
-        origin: What the run starts from.
+        origin: What the run starts from, as JSON (`train.model.first_model`). Checkpoints from
+            another origin, or of other settings, are refused.
         parts: The model (`train.model.Parts`), which turns a state into what is stored; None: it is
             stored as it is.
 
@@ -114,7 +105,13 @@ class Saver:
     """
 
     def __init__(
-        self, name: str, steps: int, save_every: int, home: Home, origin: Origin, parts: Any = None
+        self,
+        name: str,
+        steps: int,
+        save_every: int,
+        home: Home,
+        origin: dict[str, Any],
+        parts: Any = None,
     ):
         self.name = name
         self._steps = steps
@@ -123,15 +120,8 @@ class Saver:
         self._parts = parts
         self._checkpoints = Checkpoints(
             home.run_folder.checkpoints / name,
-            identity={"settings": identity(home.config), **origin.content},
+            identity={"settings": identity(home.config), **origin},
         )
-        self._meta = {
-            "settings": home.config,
-            "model": origin.content["model"],
-            "vocabulary": origin.content["vocabulary"]["digest"],
-            "param_dtype": origin.param_dtype,
-            "base_fingerprint": origin.content.get("base_fingerprint"),
-        }
         self._compiled = 0
         # The first process decides for all: on a shared disk the others may see a new checkpoint
         # later than it does.
@@ -194,14 +184,14 @@ class Saver:
             # Both states together might not fit into the memory of the devices.
             for leaf in jax.tree.leaves(initial):
                 leaf.delete()
-            saved, meta = self._checkpoints.restore(template, self.finished_steps)
+            saved, packed = self._checkpoints.restore(template, self.finished_steps)
             state = saved if self._parts is None else self._parts.as_trained(saved)
             try:
-                cursor = unpack(meta["cursor"])
+                cursor = unpack(packed)
             except Exception as error:  # a damaged one finds errors of every kind
                 what = f"its position in the data: {error}"
                 raise self._checkpoints.unreadable(self.finished_steps, what) from error
-        hosts.from_first(self._require_metrics)
+        hosts.from_first(self._require_files)
         if self.left:
             self._go_on()
         return state, cursor
@@ -266,24 +256,30 @@ class Saver:
             measured |= speeds(lengths, self._parts.model.config, seconds, devices)
         return measured
 
-    def _require_metrics(self) -> None:
-        """Raise RunFolderError if metrics.jsonl lacks lines of steps that are saved."""
-        if len(self._own_lines(1, self.finished_steps)) < self.finished_steps:
+    def _require_files(self) -> None:
+        """Raise RunFolderError if the run cannot go on from the newest checkpoint.
+
+        Either its metrics are lost, or something was made from steps that would be trained again.
+        """
+        lines = read_metrics(self._home.metrics.path)
+        own = [line for line in lines if line["phase"] == self.name]
+        if sum(line["step"] <= self.finished_steps for line in own) < self.finished_steps:
             raise RunFolderError(
                 f"{self._home.metrics.path}: lines up to {self._step(self.finished_steps)} are "
                 f"lost: {_BACKUP}"
             )
-
-    def _own_lines(self, first: int, last: int) -> list[dict[str, Any]]:
-        """Return the metrics of this phase, from one step to another."""
-        # Read from disk: the steps may have run in an earlier process.
-        lines = read_metrics(self._home.metrics.path)
-        return [x for x in lines if x["phase"] == self.name and first <= x["step"] <= last]
+        phases = {line["phase"] for line in lines}
+        made = [name for name in PHASES[PHASES.index(self.name) + 1 :] if name in phases]
+        made += [name for name in ("model", "adapter") if (self._home.folder / name).exists()]
+        if self.left and made:
+            raise RunFolderError(
+                f"{self._checkpoints.folder / str(self._steps)}: lost, but "
+                f"{' and '.join(made)} in {self._home.folder} was made from it: {_BACKUP}"
+            )
 
     def _go_on(self) -> None:
         """Forget what earlier processes did after the newest checkpoint, and announce the steps."""
         home = self._home
-        hosts.from_first(self._require_last)
         home.metrics.truncate(self.name, self.finished_steps)
         if hosts.is_first():
             forget_after(home.folder, self.name, self.finished_steps)
@@ -291,18 +287,6 @@ class Saver:
         home.interrupts.check(f"stopped before {following}; all before it is saved")
         if hosts.is_first():
             say(f"{following} is next; the first step after a start compiles")
-
-    def _require_last(self) -> None:
-        """Raise RunFolderError if something was made from steps that would be trained again."""
-        later = PHASES[PHASES.index(self.name) + 1 :]
-        phases = {line["phase"] for line in read_metrics(self._home.metrics.path)}
-        made = [name for name in later if name in phases]
-        made += [name for name in ("model", "adapter") if (self._home.folder / name).exists()]
-        if made:
-            raise RunFolderError(
-                f"{self._checkpoints.folder / str(self._steps)}: lost, but "
-                f"{' and '.join(made)} in {self._home.folder} was made from it: {_BACKUP}"
-            )
 
     def _save(self, step: int, state: Any, cursor: Any) -> None:
         if self._parts is not None:
@@ -315,7 +299,7 @@ class Saver:
             self._home.check()
             self._home.run_folder.push()
             score = hosts.from_first(lambda: self._score(step))
-            self._checkpoints.save(step, state, {**self._meta, "cursor": pack(cursor)}, score)
+            self._checkpoints.save(step, state, pack(cursor), score)
 
     def _step(self, step: int) -> str:
         """Return a step as the progress lines name it."""
@@ -327,9 +311,12 @@ class Saver:
         # the best one would depend on when the run was stopped.
         if self.name != "rl" or not self.is_regular(step):
             return None
-        every = self._save_every
+        first = (step - 1) // self._save_every * self._save_every + 1
+        # Read from disk: the steps may have run in an earlier process.
         values = [
-            line["accuracy"] for line in self._own_lines((step - 1) // every * every + 1, step)
+            line["accuracy"]
+            for line in read_metrics(self._home.metrics.path)
+            if line["phase"] == self.name and first <= line["step"] <= step
         ]
         return sum(values) / len(values)
 
