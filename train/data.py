@@ -18,7 +18,6 @@ from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Caption, Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
-from train.learn.in_flight import deal
 
 _Batch = tuple[tuple[int, ...], ...]
 """Packed rows of conversation numbers."""
@@ -153,8 +152,8 @@ class QuestionStream:
 
     Args:
         data: The questions.
-        files: Reads the overviews of the groups of which this process plays rollouts (`deal`);
-            None: nothing is read in advance.
+        files: Reads the overviews of the groups of which this process plays rollouts; None: nothing
+            is read in advance.
         seed: Decides the order of questions.
         group_size: Rollouts per question.
         budgets: `budgets(step)` is the number of overview frames for each prompt of a step.
@@ -177,7 +176,15 @@ class QuestionStream:
         """Draw a question for each prompt of a step, from 0: the same on every process."""
         drawn = tuple(question for _ in self._budgets(step) for question in next(self._questions))
         if self._files is not None:
-            self._read_ahead(self._files, self._budgets(step + 1))
+            budgets = self._budgets(step + 1)
+            upcoming = self._questions.peek(len(budgets))
+            rollouts = range(len(budgets) * self._group_size)
+            # As `deal` deals them, unless some outlive an update or processes differ by one. Then
+            # some overviews are read when they are needed.
+            own = rollouts[hosts.share_of(len(rollouts))]
+            for group in sorted({n // self._group_size for n in own}):
+                (question,) = upcoming[group]
+                self._files.ahead(question.video, budgets[group])
         return drawn
 
     def get_state(self) -> dict[str, Any]:
@@ -187,16 +194,3 @@ class QuestionStream:
     def set_state(self, state: dict[str, Any]) -> None:
         """Resume at `state`."""
         self._questions.set_state(state)
-
-    def _read_ahead(self, files: VideoFiles, budgets: Sequence[int]) -> None:
-        """Request the overviews of the next questions."""
-        upcoming = self._questions.peek(len(budgets))
-        # All rollouts of a step begin together, unless some outlive an update. These shift the
-        # deal, and then some overviews are read when they are needed.
-        rollouts = len(budgets) * self._group_size
-        dealt = deal([0] * rollouts, [None] * rollouts, hosts.process_count())
-        own = hosts.process_index()
-        groups = {n // self._group_size for n, process in enumerate(dealt) if process == own}
-        for group in sorted(groups):
-            (question,) = upcoming[group]
-            files.ahead(question.video, budgets[group])

@@ -69,14 +69,10 @@ def write_splits(folder: str | os.PathLike, splits: Mapping[str, Iterable[Record
         )
 
 
-def _builder_folder(folder: pathlib.Path) -> pathlib.Path:
-    return folder / Records.name / str(Records.VERSION)
-
-
 def _mark(folder: pathlib.Path) -> pathlib.Path:
     """Return the file with which tensorflow-datasets marks a complete folder: it renames it at the
     end."""
-    return _builder_folder(folder) / "dataset_info.json"
+    return folder / Records.name / str(Records.VERSION) / "dataset_info.json"
 
 
 class Split(Sequence[Any]):
@@ -110,7 +106,7 @@ def is_prepared(folder: str | os.PathLike) -> bool:
 def open_splits(folder: str | os.PathLike) -> dict[str, Split]:
     """Open the splits of a folder that `is_prepared`, by name."""
     folder = pathlib.Path(folder)
-    builder = tfds.builder_from_directory(str(_builder_folder(folder)))
+    builder = tfds.builder_from_directory(str(_mark(folder).parent))
     # A decorator hides the signature from pyright.
     return {
         name: Split(builder.as_data_source(split=name), folder)  # pyright: ignore[reportCallIssue]

@@ -76,10 +76,9 @@ def read_object(path: str | os.PathLike, remedy: str = "fetch it again") -> dict
         OSError: There is no such file, or it cannot be read.
         ForeignFileError: It is too large, not JSON, or no object.
     """
+    data = read_bytes(path)
     try:
-        content = json.loads(read_bytes(path))
-    except ForeignFileError:
-        raise
+        content = json.loads(data)
     # ValueError: not UTF-8 or not JSON. RecursionError: nested too deeply.
     except (ValueError, RecursionError) as error:
         raise ForeignFileError(f"{path}: not JSON ({shortened(error)}); {remedy}") from error

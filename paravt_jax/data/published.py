@@ -34,9 +34,6 @@ from paravt_jax.method.protocol import PINNED, VIDEO_NAME, ProtocolSettings, ren
 from paravt_jax.method.records import CropCall, FailedCall, Question, QuestionKind
 from paravt_jax.method.tools.crop_video import CropVideo
 
-RL_COLUMNS = ("prompt", "videos", "extra_info")
-SFT_COLUMNS = ("messages",)
-
 # The name under which texts mention a picture. The first video is `VIDEO_NAME`.
 _PICTURE_NAME = "image.jpg"
 # A call's argument that names a picture, or another video than the first.
@@ -184,12 +181,13 @@ def open_table(path: pathlib.Path) -> Table:
     """
     with _open_parquet(path) as file:
         names, count = file.schema_arrow.names, file.metadata.num_rows
-    for columns in (RL_COLUMNS, SFT_COLUMNS):
+    kinds = [tuple(kind.model_fields) for kind in (_QuestionColumns, _ConversationColumns)]
+    for columns in kinds:
         if set(columns) <= set(names):
             return Table(path, columns, count)
+    rl, sft = map(", ".join, kinds)
     raise ValueError(
-        f"{path}: its columns are {', '.join(sorted(names))}; rl files have "
-        f"{', '.join(RL_COLUMNS)}, sft files {', '.join(SFT_COLUMNS)}: "
+        f"{path}: its columns are {', '.join(sorted(names))}; rl files have {rl}, sft files {sft}: "
         "give the files of ParaVT/ParaVT-Parquet"
     )
 

@@ -147,11 +147,14 @@ def read_questions(
     text = read_text(path, _MOST_BYTES)
     # Questions about the same video share one tuple.
     read_subtitles = functools.cache(functools.partial(_subtitles, pathlib.Path(videos)))
-    questions: list[Question] = []
+    questions: dict[str, Question] = {}
     line = 0
     try:
         for line, columns in read_lines(text):
-            questions.append(_question(columns, line, read_subtitles))
+            question = _question(columns, line, read_subtitles)
+            if question.id in questions:
+                raise _bad("id", question.id, "another line has the same id: change one")
+            questions[question.id] = question
     except ValueError as error:
         raise ValueError(f"{path}, line {line}: {error}") from error
     except csv.Error as error:
@@ -159,8 +162,7 @@ def read_questions(
         raise ValueError(f"{path}, after line {line}: not CSV ({error}); correct it") from error
     if not questions:
         raise ValueError(f"questions: {path}; it has no questions: write one per line")
-    require_unique_ids(questions)
-    return tuple(questions)
+    return tuple(questions.values())
 
 
 def require_unique_ids(questions: Sequence[Question]) -> None:

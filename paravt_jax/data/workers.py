@@ -3,7 +3,7 @@
 A call that hangs or crashes its process fails with a `WorkerError`, and a new process takes over.
 Other calls are not affected. If the parent process ends, a worker ends after its current call.
 
-Each call is made by a thread of the parent, which takes an idle process, or starts one:
+Each call is made by a thread of the parent, which has a process of its own:
 
     submit -> thread <-> pipe <-> process
 
@@ -69,8 +69,8 @@ class Workers(Generic[_Argument, _Result]):
         # Guards the fields below: no process may start after `close`.
         self._lock = threading.Lock()
         self._closed = False
-        self._processes: set[_Process] = set()
-        self._idle: list[_Process] = []
+        self._processes: dict[int, _Process] = {}
+        """By the identity of their threads."""
 
     def submit(self, argument: _Argument) -> Future[_Result]:
         """Call the function on `argument` as soon as a process is free, in the order of calls.
@@ -82,44 +82,39 @@ class Workers(Generic[_Argument, _Result]):
         return self._threads.submit(self.call, argument)
 
     def call(self, argument: _Argument) -> _Result:
-        """Call the function on `argument` in an idle process, and wait for the result."""
-        process = self._take()
+        """Call the function on `argument` in this thread's process, and wait for the result."""
+        thread = threading.get_ident()
+        with self._lock:
+            if self._closed:
+                raise WorkerError("the workers were closed")
+            if thread not in self._processes:
+                self._processes[thread] = _Process(self._setup)
+            process = self._processes[thread]
         try:
             failed, value = process.call(pickle.dumps(argument), self._deadline)
         # Broad because classes may raise anything when they are pickled, and when they are read.
         except Exception as error:
             # The process may be dead or in the middle of a message. The next call gets another.
             with self._lock:
-                self._processes.remove(process)
+                del self._processes[thread]
             process.stop()
             if isinstance(error, WorkerError):
                 raise
             raise WorkerError(f"the call cannot be made ({error!r})") from error
-        self._idle.append(process)
         if isinstance(value, MemoryError):
             raise WorkerError(f"it needs more than {self._memory / 2**30:g} GiB of memory")
         if failed:
             raise value
         return value
 
-    def _take(self) -> _Process:
-        with self._lock:
-            if self._closed:
-                raise WorkerError("the workers were closed")
-            if self._idle:
-                return self._idle.pop()
-            process = _Process(self._setup)
-            self._processes.add(process)
-            return process
-
     def close(self) -> None:
         """Stop at once: waiting and running calls fail with a `WorkerError`."""
         with self._lock:
             self._closed = True
-            for process in self._processes:
+            for process in self._processes.values():
                 process.kill()
         self._threads.shutdown()
-        for process in self._processes:
+        for process in self._processes.values():
             process.stop()
 
     def __enter__(self):

@@ -53,6 +53,7 @@ class Numbers(grain.DatasetIterator[tuple[int, ...]]):
     """A stream of 0, 1, 2 ..., whose state is the next number."""
 
     def __init__(self):
+        super().__init__()
         self.next = 0
 
     def __next__(self) -> tuple[int, ...]:

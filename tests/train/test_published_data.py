@@ -180,7 +180,7 @@ def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(
 def test_processes_prefetch_the_overviews_of_rollouts_that_they_play(
     data, small_model, small_world, monkeypatch
 ):
-    """Of 7 prompts x 8 rollouts, 16 hosts play 3 or 4 each: parts of one group or of two."""
+    """Of 8 prompts x 6 rollouts, 16 hosts play 3 each: half a group."""
     prefetched: set[int] = set()
 
     class Files(VideoFiles):
@@ -188,19 +188,19 @@ def test_processes_prefetch_the_overviews_of_rollouts_that_they_play(
             assert isinstance(wanted, int)
             prefetched.add(wanted)
 
-    settings = RLSettings(steps=1, prompts=7, grpo=GRPOSettings(group_size=8))
+    settings = RLSettings(steps=1, prompts=8, grpo=GRPOSettings(group_size=6))
     features = FrameFeatures(
         small_model.vision, small_model.config, FrameSettings(), small_world.folder, source=video
     )
     environment = Environment(Protocol(data.vocabulary, ProtocolSettings()), features)
     files = Files(data.root, video, FrameSettings(), small_model.config.vision)
     # Every prompt has a budget of its own, by which it is found.
-    budgets = {0: [*range(10, 17)], 1: [*range(20, 27)]}
+    budgets = {0: [*range(10, 18)], 1: [*range(20, 28)]}
     monkeypatch.setattr(hosts, "process_count", lambda: 16)
     for process in range(16):
         monkeypatch.setattr(hosts, "process_index", lambda process=process: process)
         prefetched.clear()
-        drawn = QuestionStream(data, files, 3, 8, budgets.__getitem__).draw(0)
+        drawn = QuestionStream(data, files, 3, 6, budgets.__getitem__).draw(0)
         groups = begin(drawn, settings, 0, 0)
         Player(environment, 0.7).deal(groups, now=0)
         played = {
@@ -209,7 +209,7 @@ def test_processes_prefetch_the_overviews_of_rollouts_that_they_play(
             if any(flight.process == process for flight in group.flights)
         }
         assert played
-        assert {prompt for prompt in range(7) if budgets[1][prompt] in prefetched} == played
+        assert {prompt for prompt in range(8) if budgets[1][prompt] in prefetched} == played
 
 
 def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_path, capsys):
