@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
 
 import filelock
 import jax
@@ -65,6 +66,21 @@ def compile_ahead(lowerings: Iterable[Lowering], shown: bool = True) -> None:
                 future.result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+class Compilations:
+    """Counts the compilations of this process since it was created.
+
+    A program that is loaded from disk counts as well.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.count += 1
 
 
 def compile_threads() -> int:

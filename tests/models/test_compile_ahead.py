@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from models import compilation as module
-from models.compilation import compile_ahead, compile_threads
+from models.compilation import Compilations, compile_ahead, compile_threads
 from models.features import FrameFeatures, FrameSettings
 from models.sharding import abstract, make_mesh
 from paravt_jax.data import video
 from paravt_jax.world import videos as world
-from train.durable.usage import Compilations
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -96,3 +95,17 @@ def test_the_tower_is_compiled_for_the_sizes_of_the_videos(small_model, tmp_path
     for name in names:
         features([*features.overview(name, 4), *features.window(name, 3.0, 9.0, 1.0, 4)])
     assert counter.count == 0
+
+
+def test_every_new_shape_counts_and_nothing_else():
+    program = jax.jit(lambda x: jnp.tanh(x) * 3 + 1)
+    program(np.zeros(7, np.float32))
+    counter = Compilations()
+    assert counter.count == 0, "what was compiled before does not count"
+    program(np.zeros(5, np.float32))
+    first = counter.count
+    assert first >= 1
+    program(np.ones(5, np.float32))
+    assert counter.count == first
+    program(np.zeros(6, np.float32))
+    assert counter.count == first + 1

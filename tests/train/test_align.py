@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.compilation import Compilations
 from models.family import family
 from models.features import FrameSettings
 from models.model import VisionLanguageModel
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method.records import Caption
 from train.durable.saver import Saver
-from train.durable.usage import Compilations
 from train.learn.align import AlignSettings, CaptionedFrames, align
 
 RULES = FrameSettings().rules(family().tiny(1).vision)

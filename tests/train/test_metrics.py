@@ -12,6 +12,8 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from paravt_jax.data.stored import DamagedFileError
+from paravt_jax.processes import hosts
+from train.durable import metrics
 from train.durable.metrics import MetricsWriter, read_metrics
 
 
@@ -98,3 +100,25 @@ def test_tensorboard_gets_the_finite_figures_and_hides_repeated_steps(tmp_path):
         ("loss", step, float(step)) for step in range(4)
     ]
     assert again == [("start", 2, 0.0), ("loss", 2, 20.0)]
+
+
+class Device:
+    """A device that counts its memory, or does not."""
+
+    def __init__(self, stats: dict[str, int] | None):
+        self.stats = stats
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self.stats
+
+
+def test_memory_is_that_of_the_fullest_device_of_all_hosts(monkeypatch):
+    devices = [
+        Device({"bytes_in_use": 2**30, "peak_bytes_in_use": 5 * 2**30}),
+        Device({"bytes_in_use": 3 * 2**30, "peak_bytes_in_use": 4 * 2**30}),
+    ]
+    monkeypatch.setattr(metrics.jax, "local_devices", lambda: devices)
+    # As GiB: 3 in use and a peak of 5 here, 2 and 6 on the other host.
+    other = [(2 * 2**30, 6 * 2**30)]
+    monkeypatch.setattr(hosts, "gather", lambda own: [own, other])
+    assert metrics.memory() == {"memory/in_use": 3.0, "memory/peak": 6.0}

@@ -21,10 +21,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, SupportsFloat
 
+import jax
 import tensorboardX
 from tqdm import tqdm
 from typing_extensions import TypedDict
 
+from models.devices import used_memory
 from paravt_jax.data.stored import parse_json, write_atomically
 from paravt_jax.processes import hosts
 
@@ -173,6 +175,21 @@ def _finite(value: SupportsFloat) -> float | None:
     """Return `value` as a float, None if it is not finite: JSON has no NaN or infinity."""
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+def memory() -> dict[str, float]:
+    """Return the memory of the fullest device of all hosts, in GiB; CPUs have no counts.
+
+    All processes call this.
+    """
+    everyone = hosts.gather(used_memory(jax.local_devices()))
+    used = [device for devices in everyone for device in devices]
+    if not used:
+        return {}
+    return {
+        "memory/in_use": max(in_use for in_use, _ in used) / 2**30,
+        "memory/peak": max(peak for _, peak in used) / 2**30,
+    }
 
 
 class StepLines:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from models.compilation import Compilations
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import Stopped
 from train.durable.checkpoint import Checkpoints, not_finite
@@ -33,11 +34,11 @@ from train.durable.metrics import (
     PHASES,
     MetricsWriter,
     StepLines,
+    memory,
     read_metrics,
     say,
 )
 from train.durable.run_folder import RunFolder, RunFolderError, identity
-from train.durable.usage import Compilations, memory
 from train.learn.packing import GroupLengths
 from train.learn.speed import speeds
 from train.result import forget_after

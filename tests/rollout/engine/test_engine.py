@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.compilation import compile_ahead
+from models.compilation import Compilations, compile_ahead
 from models.features import FrameFeatures, FrameSettings
 from models.lora import NOTHING
 from paravt_jax.data import video
@@ -37,7 +37,6 @@ from rollout.engine.sampling import Choices
 from rollout.engine.settings import EngineSizes
 from tests.compiled_names import CompiledNames
 from tests.rollout.engine.reference import assert_nothing_held
-from train.durable.usage import Compilations
 
 SETTINGS = EngineSizes(
     row_lengths=(64, 136),
