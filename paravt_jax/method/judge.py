@@ -59,8 +59,28 @@ class ServerSettings:
                 f"{self.name}.key_variable: not a name of capitals, digits and _; "
                 "give the name of the environment variable that holds the key, not the key"
             )
+        self._check_address()
         require_above(self.name, self, 0, "timeout")
         require_at_least(self.name, self, 1, "attempts", "concurrency")
+
+    def _check_address(self) -> None:
+        """Raise ValueError unless `endpoint` is the base address of an API.
+
+        An address that may contain a secret is not shown, because messages are logged.
+        """
+        if any(mark in self.endpoint for mark in "@?#"):
+            raise ValueError(
+                f"{self.name}.endpoint: the address (not shown here) has a user, a query or a "
+                "fragment. These may be secret, and settings are logged; leave them out and put "
+                "the key in the environment variable that key_variable names"
+            )
+        # The client adds /chat/completions.
+        is_base = not self.endpoint.rstrip("/").endswith("/chat/completions")
+        if not is_base or not re.fullmatch(r"https?://[^\s/:]+(:\d+)?(/\S*)?", self.endpoint):
+            raise ValueError(
+                f"{self.name}.endpoint: {self.endpoint!r} is not the base address of an API; "
+                "give one such as http://localhost:8000/v1"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

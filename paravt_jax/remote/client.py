@@ -85,33 +85,6 @@ Read = Callable[[Choice], Answer | Failure]
 loop, so it has to be quick."""
 
 
-def check_address(field: str, address: str, key_place: str) -> None:
-    """Check that an address is the base address of an API, without a secret in it.
-
-    Args:
-        field: Name of the setting, for the message.
-        address: The address.
-        key_place: Where a key belongs instead, for the message.
-
-    Raises:
-        ValueError: The address is not of this form. The message does not show an address that may
-            contain a secret, because messages are logged.
-    """
-    if any(mark in address for mark in "@?#"):
-        raise ValueError(
-            f"{field}: the address (not shown here) has a user, a query or a fragment. These may "
-            "be secret, and settings are logged; leave them out and put the key in "
-            f"{key_place}"
-        )
-    # The client adds /chat/completions.
-    is_base = not address.rstrip("/").endswith("/chat/completions")
-    if not is_base or not re.fullmatch(r"https?://[^\s/:]+(:\d+)?(/\S*)?", address):
-        raise ValueError(
-            f"{field}: {address!r} is not the base address of an API; "
-            "give one such as http://localhost:8000/v1"
-        )
-
-
 class Client:
     """Requests chat completions from one server.
 
@@ -119,13 +92,11 @@ class Client:
         settings: Address, key variable, time limits and number of attempts.
 
     Raises:
-        ValueError: The address cannot be used, or the environment contains a key or a proxy that
-            cannot be used. The message does not show the key.
+        ValueError: The environment contains a key or a proxy that cannot be used. The message does
+            not show the key.
     """
 
     def __init__(self, settings: ServerSettings):
-        key_place = f"the environment variable that {settings.name}.key_variable names"
-        check_address(f"{settings.name}.endpoint", settings.endpoint, key_place)
         self._settings = settings
         self._url = settings.endpoint.rstrip("/") + "/chat/completions"
         self._slots = asyncio.Semaphore(settings.concurrency)

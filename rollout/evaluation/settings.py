@@ -17,7 +17,6 @@ from paravt_jax.data.any_path import require_local
 from paravt_jax.method.judge import JudgeSettings, ServerSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.remote.client import check_address
 from rollout.agent.episode import Dispatch, EpisodeSettings
 from rollout.evaluation.benchmarks import BENCHMARKS
 
@@ -83,9 +82,6 @@ class BenchmarkSettings:
                 f"--dispatch {self.dispatch}: no tool is offered with --frames 0, or with "
                 "--protocol.prompt direct or reasoning; leave --dispatch out"
             )
-        for flag, server in (("--endpoint", self.endpoint), ("--judge", self.judge)):
-            if server:
-                check_address(flag, server[0], "the environment variable OPENAI_API_KEY")
         if self.endpoint and (self.dtype != "float32" or self.tensor != 1):
             raise ValueError(
                 f"--dtype {self.dtype}, --tensor {self.tensor}: the server at --endpoint decides "
@@ -100,6 +96,8 @@ class BenchmarkSettings:
         # Each raises if a field is out of range.
         self.episode_settings()
         self.rewards()
+        if self.endpoint:
+            self.server()
 
     @property
     def _offers_tools(self) -> bool:

@@ -23,7 +23,6 @@ from paravt_jax.remote.client import (
     Choice,
     Client,
     Failure,
-    check_address,
 )
 from tests.paravt_jax.judge_server import Reply, says, serving
 
@@ -314,8 +313,8 @@ def test_a_key_that_no_header_carries_is_refused_unseen(monkeypatch, key):
     ],
 )
 def test_an_address_with_a_secret_is_refused_without_showing_it(address):
-    with pytest.raises(ValueError, match="--endpoint: .*MY_KEY") as error:
-        check_address("--endpoint", address, "MY_KEY")
+    with pytest.raises(ValueError, match="endpoint: .*key_variable") as error:
+        ServerSettings(address)
     assert SECRET not in str(error.value) and "\n" not in str(error.value)
 
 
@@ -332,8 +331,8 @@ def test_an_address_with_a_secret_is_refused_without_showing_it(address):
     ],
 )
 def test_an_address_that_cannot_be_asked_is_refused_with_an_example(address):
-    with pytest.raises(ValueError, match="--endpoint: .*http://localhost:8000/v1"):
-        check_address("--endpoint", address, "MY_KEY")
+    with pytest.raises(ValueError, match="endpoint: .*http://localhost:8000/v1"):
+        ServerSettings(address)
 
 
 def test_the_key_is_seen_nowhere(caplog, capfd):
