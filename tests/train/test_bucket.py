@@ -124,22 +124,6 @@ def test_the_lease_of_a_dead_process_is_taken_over(store, quick):
     assert time.monotonic() - start > leases.LENGTH
 
 
-def test_a_lease_that_is_given_back_meanwhile_is_taken_at_once(store, quick, capsys, monkeypatch):
-    path = f"meanwhile/{leases.NAME}"
-    store.write(path, b"process 1 on a host, 1")
-    read = Lease._read
-
-    def read_and_give_back(lease: Lease) -> str:
-        content = read(lease)
-        if content.startswith("process 1 on a host"):
-            lease._delete()
-        return content
-
-    monkeypatch.setattr(Lease, "_read", read_and_give_back)
-    Lease("gs://bucket/meanwhile").close()
-    assert "waiting" not in capsys.readouterr().err
-
-
 def test_a_frozen_process_learns_it_before_it_pushes(store, quick, monkeypatch):
     """Its thread did not run either."""
     monkeypatch.setattr(leases, "EVERY", 60.0)
