@@ -134,7 +134,7 @@ def sft_step(planned: PlannedModel) -> PlannedStep:
     """Return a step of the cold start. No data are known, so its rows are full of visual tokens."""
     run, devices = planned.run, row_devices(planned.mesh)
     assert run.sft is not None, f"{run.name} has no cold start"
-    frames = math.ceil(run.sft.row_tokens / min(run.frame_tokens, run.crop_frame_tokens))
+    frames = math.ceil(run.sft.row_tokens / min(run.frame_tokens(), run.frame_tokens(crop=True)))
     shape = dataclasses.replace(run.sft.shape, frames=frames)
     shape = shape.fitted(run.sft.microbatches, devices)
     optimizer = make_optimizer(run.sft.optimizer, schedule=run.sft.learning_rate)
@@ -356,21 +356,12 @@ def print_plan(chosen: Sequence[Program], chip: Chip) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns 0 if the run fits, 1 if not, 2 for a mistake in the arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paravt_extras.plan",
-        description=__doc__,
-        add_help=False,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    program = "python -m paravt_extras.plan"
+    parser = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
     parser.add_argument("--topology", default="", help="a slice, or several such as 2*v5e:4x4")
     parser.add_argument("--only", default="", help="comma-separated beginnings of programs' names")
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        # The options of the recipe follow: its parser prints them and exits.
-        print(parser.format_help())
     options, rest = parser.parse_known_args(argv)
-    run = parse(rest, RECIPES)
+    run = parse(rest, RECIPES, program, __doc__, [parser])
     # There is no TPU to open: libtpu must not ask the cloud's metadata server for one.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -20,6 +20,8 @@ def parse(
     argv: Sequence[str],
     recipes: Mapping[str, Callable[[], SettingsT]],
     prog: str = "python -m train.run",
+    description: str | None = None,
+    parents: Sequence[argparse.ArgumentParser] = (),
 ) -> SettingsT:
     """Parse a command line into the settings of a recipe.
 
@@ -32,6 +34,8 @@ def parse(
         argv: The arguments, without the program's name.
         recipes: Functions that return a frozen dataclass, by recipe name.
         prog: The command, to show in help and error messages.
+        description: What the command does, for its help.
+        parents: Parsers of the command's own options, for its help. `argv` is what they left.
 
     Returns:
         The recipe's settings with the overrides applied.
@@ -44,8 +48,10 @@ def parse(
     parser = argparse.ArgumentParser(
         prog=prog,
         usage="%(prog)s --config=NAME [--field value ...]",
+        description=description,
         epilog="\n".join(["recipes:", *_described(recipes)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=parents,
         add_help=False,
         allow_abbrev=False,
     )
@@ -57,10 +63,11 @@ def parse(
         help="a recipe; with --help, lists its fields",
     )
     asked, overrides = parser.parse_known_args(argv)
-    if not asked.config:
-        if {"-h", "--help"} & set(overrides):
-            parser.print_help()
+    if {"-h", "--help"} & set(overrides):
+        parser.print_help()
+        if not asked.config:
             parser.exit()
+    if not asked.config:
         parser.error(f"--config is missing: name a recipe, one of {', '.join(recipes)}")
     if len(asked.config) > 1:
         parser.error(f"--config is given {len(asked.config)} times: name one recipe")

@@ -17,7 +17,7 @@ from models.devices import require_type
 from models.features import tower_mesh
 from models.fingerprint import fingerprint
 from models.lora import add_adapters, cast
-from models.model import VisionLanguageModel, abstract_model
+from models.model import VisionLanguageModel
 from models.peft_folder import ADAPTER_CONFIG, base_fingerprint
 from models.sharding import param_shardings
 from models.trained import Skeleton, TrainedVision, merge_vision, split, split_vision
@@ -72,15 +72,13 @@ class Parts:
 
     def as_trained(self, saved: dict[str, Any]) -> TrainState:
         """Return the state of which a checkpoint stores the arrays `saved`."""
-        weights = merge_vision(saved["text"], self._trained_of(saved.get("vision")))
+        vision = None
+        if self.skeleton.vision is not None:
+            # Beside a trained decoder, the whole tower is stored.
+            tower, trains = saved["vision"].raw_mapping, self.skeleton.vision.trains
+            vision = nnx.State({name: x for name, x in tower.items() if trains(name)})
+        weights = merge_vision(saved["text"], vision)
         return TrainState(weights, saved["optimizer"], saved["step"])
-
-    def _trained_of(self, tower: Any) -> nnx.State | None:
-        """Return the trained part of a state of the tower, the inverse of `tower_with`."""
-        if self.skeleton.vision is None:
-            return None
-        trains = self.skeleton.vision.trains
-        return nnx.State({name: x for name, x in tower.raw_mapping.items() if trains(name)})
 
 
 def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[VisionLanguageModel, dict[str, Any]]:
@@ -116,12 +114,10 @@ def require_model(run: Run) -> None:
 
     Raises:
         FileNotFoundError: If there are no weights.
-        ValueError: If the device does not have the type of the activations, the model lacks a
-            matrix that `run.lora` adapts, or the files are damaged or those of another model.
+        ValueError: If the device does not have the type of the activations, or the files are
+            damaged or those of another model.
     """
     require_type("model.dtype", run.model.dtype)
-    if run.lora is not None and run.lora.targets:
-        abstract_model(run.model.config(), lora=run.lora)
     if run.model.path:
         config_of(run.model.path, run.model)
         require_readable(local_folder(run.model.path))

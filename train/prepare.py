@@ -138,7 +138,7 @@ def _world_records(
     training = world_videos.of_split(videos, "train")
 
     def frame_tokens(clip: Clip) -> int:
-        return run.crop_frame_tokens if clip.crop else run.frame_tokens
+        return run.frame_tokens(clip.crop)
 
     return {
         "questions": [*world_text.questions(training, texts)],

@@ -287,25 +287,15 @@ def _silence_stacks() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m train.run",
-        usage="%(prog)s --config=NAME [--check] [--field value ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser("python -m train.run", add_help=False, allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="print what the run needs, and exit")
     parser.add_argument(
         "--topology", default="", help="with --check: a TPU slice, such as v5e:4x4 or 2*v5e:4x4"
     )
     options, arguments = parser.parse_known_args(argv)
-    if {"-h", "--help"} & set(arguments):
-        # The options of the recipe follow: its parser prints them and exits.
-        print(parser.format_help())
     if options.topology and not options.check:
         parser.error("--topology: only with --check; a run uses the devices that it finds")
-    run = parse(arguments, RECIPES)
+    run = parse(arguments, RECIPES, parser.prog, __doc__, [parser])
     work = functools.partial(_show, topology=options.topology) if options.check else train
     return command(run, work)
 

@@ -263,21 +263,12 @@ class Run:
         return "float32" if self.lora is None else self.model.dtype
 
     @property
-    def frame_tokens(self) -> int:
-        """Largest number of visual tokens per frame of an overview."""
-        return self._frame_tokens(crop=False)
-
-    @property
-    def crop_frame_tokens(self) -> int:
-        """Largest number of visual tokens per frame of a crop."""
-        return self._frame_tokens(crop=True)
-
-    @property
     def largest_frame(self) -> int:
         """Largest number of visual tokens per frame."""
-        return max(self.frame_tokens, self.crop_frame_tokens)
+        return max(self.frame_tokens(), self.frame_tokens(crop=True))
 
-    def _frame_tokens(self, crop: bool) -> int:
+    def frame_tokens(self, crop: bool = False) -> int:
+        """Return the largest number of visual tokens per frame of an overview, or of a crop."""
         vision = self.model.config().vision
         if self.world is None:
             return frame_tokens(self.frames, vision, crop)
@@ -290,20 +281,17 @@ class Run:
         trajectory, so its limits include room for them."""
         if dispatch != "frames":
             return self.protocol
-        crop_tokens = self._lengths(self.protocol, 0).crop_prompt
-        return self.protocol.showing_frames(crop_tokens)
+        return self.protocol.showing_frames(self.lengths(0).crop_prompt)
 
     def lengths(self, frames: int, dispatch: Dispatch = "parallel") -> Lengths:
         """Sequence lengths, in tokens, for prompts that show up to `frames` frames."""
-        return self._lengths(self.limits(dispatch), frames)
+        overview, crop = self.frame_tokens(), self.frame_tokens(crop=True)
+        return lengths(self.limits(dispatch), overview, frames, crop, self.label_tokens)
 
     @property
     def label_tokens(self) -> int:
         """Upper bound on the tokens of a frame's time and vision marks."""
         return LABEL_TOKENS if self.world is None else small_world.LABEL_TOKENS
-
-    def _lengths(self, limits: ProtocolSettings, frames: int) -> Lengths:
-        return lengths(limits, self.frame_tokens, frames, self.crop_frame_tokens, self.label_tokens)
 
     @property
     def rl_shape(self) -> StepShape:

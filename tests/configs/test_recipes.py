@@ -125,7 +125,7 @@ def test_any_single_override_works_alone(override):
         run.protocol.trajectory_tokens,
     )
     assert (
-        longest.visual == frames * run.frame_tokens
+        longest.visual == frames * run.frame_tokens()
         and longest.prompt >= longest.visual + frames * run.label_tokens
     )
     assert engine.row_lengths[-1] >= longest.prompt + longest.response
@@ -137,7 +137,7 @@ def test_any_single_override_works_alone(override):
 
 def test_frames_shown_in_an_evaluation_have_room_beside_the_response():
     run = parse(["--config=paravt_8b", "--evaluation.dispatch", "parallel", "frames"], RECIPES)
-    crop = run.protocol.crop_frames * (run.frame_tokens + run.label_tokens)
+    crop = run.protocol.crop_frames * (run.frame_tokens() + run.label_tokens)
     shown = run.protocol.max_tool_turns * run.protocol.max_calls * crop
     assert run.limits("frames").trajectory_tokens >= run.protocol.trajectory_tokens + shown
     assert run.limits("parallel") == run.protocol == run.limits("sequential")
@@ -161,9 +161,9 @@ def test_the_8b_recipes_bounds_hold_with_the_real_tokenizer():
     )
     longest = run.lengths(64)
     for last in (9.9, 99_999.9):
-        overview = overview_tokens(rules, 64, run.frame_tokens, last)
+        overview = overview_tokens(rules, 64, run.frame_tokens(), last)
         assert longest.prompt - overview > 512, "there is room for a long question"
-        assert crop_tokens(rules, run.frame_tokens, last) <= longest.crop_prompt
+        assert crop_tokens(rules, run.frame_tokens(), last) <= longest.crop_prompt
 
 
 def test_the_bounds_of_the_small_world_are_those_of_its_vocabulary():
@@ -313,7 +313,7 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     assert rows.shape == (7 * 8, shape.suffix), "log-probs by rollout, without padding rows"
     longest = shape.limits
     # The widest overview of the largest frames has room in the batch and in the engine.
-    frame = run.frame_tokens
+    frame = run.frame_tokens()
     visual = max(settings.frame_budgets) * frame
     assert visual <= longest.visual < longest.prompt
     assert engine.row_lengths[-1] >= longest.prompt + run.protocol.trajectory_tokens
