@@ -148,7 +148,8 @@ def choose(given: Run, devices: Devices) -> Fitted:
     most_tensor = given.model.config().text.most_tensor
     run = dataclasses.replace(given, mesh=choose_mesh(given, devices, most_tensor))
     require_dividing(run, devices)
-    memory, needs = _Memory(run, devices), dict[str, float]()
+    memory = _Memory(run, devices)
+    needs: dict[str, float] = {}
 
     def first(phase: str, need: Callable[[T], float], candidates: Iterable[T]) -> T:
         """Return the first settings for which a device has the memory."""
@@ -196,13 +197,14 @@ def _engines(memory: _Memory) -> Iterator[EngineSettings]:
     There are slots for all rollouts that a host plays at once, and for as many sub-agents. The
     cache holds these rollouts at their longest, or else what fits beside the fewest slots.
     """
-    run, groups, group_size, most = memory.run, 0, MOST_SLOTS, MOST_SLOTS
+    run = memory.run
+    groups, group_size, most = 0, MOST_SLOTS, MOST_SLOTS
     if run.rl is not None:
         groups = math.ceil(capacity(run.rl.prompts, run.rl.max_staleness) / memory.devices.hosts)
         group_size = run.rl.grpo.group_size
         most = min(MOST_SLOTS, 2 * groups * group_size)
     # Decoding on pages, as TPUs do, fewer slots would save hardly any memory.
-    halvings = 0 if memory.devices.tpu else int(math.log2(most / group_size))
+    halvings = 0 if memory.devices.tpu else int(math.log2(max(1, most / group_size)))
     engine, sizes = run.engine, memory.engine_sizes(run.engine)
     page, longest = sizes.page, sizes.row_lengths[-1]
     for slots in _if_open(run.engine.slots, [most // 2**n for n in range(halvings + 1)]):

@@ -151,6 +151,8 @@ def test_a_gpu_decodes_on_copies_with_as_many_slots_as_fit():
         for gib in (14, 21.5, 36, 72)
     ]
     assert slots == sorted(slots) and slots[0] == 8 and slots[-1] == 64
+    large = change(run, "large", {"rl.grpo.group_size": 128})
+    assert fit(large, Devices("1 x GPU", 1, 1, 72 * GIB, "gpu")).run.engine.slots == 64
 
 
 def test_the_command_says_whether_a_recipe_fits_the_devices_here(monkeypatch, capsys):
