@@ -180,12 +180,9 @@ class ScriptedEngine(Engine):
 
     def step(self) -> list[Completion]:
         waiting, self._waiting = self._waiting, {}
-        return [(ticket, self._samples(request)) for ticket, request in waiting.items()]
+        return [(ticket, self._sample(request)) for ticket, request in waiting.items()]
 
-    def _samples(self, request: Request) -> tuple[Sample, ...]:
-        return tuple(self._sample(request, seed) for seed in request.seeds)
-
-    def _sample(self, request: Request, seed: int) -> Sample:
+    def _sample(self, request: Request) -> Sample:
         before = self.vocabulary.decode(request.ids)
         if "<think>" not in before:
             texts = self.reports
@@ -193,7 +190,7 @@ class ScriptedEngine(Engine):
             texts = self.answers
         else:
             texts = self.plans
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(request.seed)
         text = rewrite_calls(texts[rng.integers(len(texts))], self.vocabulary.dialect.calls)
         ids = np.append(self.vocabulary.encode(text), self.vocabulary.eos).astype(np.int32)
         stop = SampleStop.STOP_ID

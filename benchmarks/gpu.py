@@ -98,8 +98,8 @@ def here(folder: str, work: Work) -> dict[str, Any]:
     ids = work.ids(model.config.text.vocab_size)
 
     async def sample(prompt: int, first: int) -> int:
-        seeds = tuple(range(first, first + work.samples))
-        (samples,) = await ask(Request(ids[prompt], (), sampling, seeds))
+        seeds = range(first, first + work.samples)
+        samples = await ask(*[Request(ids[prompt], (), sampling, seed) for seed in seeds])
         return sum(len(sample.ids) for sample in samples)
 
     def play(first: int) -> float:

@@ -432,7 +432,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "rows.left[row] = sequence.left",
             "rows.left[row] = sampling.max_new_tokens",
         ),
-        "one_seed_for_all_samples": ("seeds[sequence.sample] % 2**32", "seeds[0] % 2**32"),
+        "one_seed_for_all_samples": ("request.seed % 2**32", "1"),
         "line_read_twice": ("sequence.computed - prefix_tokens", "sequence.computed"),
     },
     (f"{_ENGINE}/programs.py", _SCHEDULE): {

@@ -118,7 +118,7 @@ class Planned:
         versions = np.zeros(len(self._ids), np.int32)
         fed = digest(np.concatenate([request.ids, self._ids]))
         sample = Sample(self._ids, logprobs, SampleStop.STOP_ID, versions, fed)
-        self._planned.append((ticket, (sample,)))
+        self._planned.append((ticket, sample))
         return ticket
 
     def step(self) -> list[Completion]:
@@ -205,7 +205,7 @@ class Setting:
         async def sampling(number: int) -> None:
             ids = np.full(32, 20 + number, np.int32)
             while len(episodes) < len(questions):
-                await ask(Request(ids, (), Sampling(200, 1.0), (number,)))
+                await ask(Request(ids, (), Sampling(200, 1.0), number))
 
         agents = [playing(number, question) for number, question in enumerate(questions)]
         found = run(sampler, [*agents, *map(sampling, range(busy))])

@@ -142,14 +142,14 @@ class EndpointSampler:
         self._images = images
         self._client = Client(settings)
         self._tickets = itertools.count()
-        # Requests in flight by ticket, with one future per sample.
-        self._pending: dict[int, tuple[Request, list[Future[_Completion | Failure]]]] = {}
+        # Requests in flight, by ticket.
+        self._pending: dict[int, tuple[Request, Future[_Completion | Failure]]] = {}
 
     def close(self) -> None:
         self._client.close()
 
     def submit(self, request: Request) -> int:
-        """Send a request, once per seed, and return its ticket."""
+        """Send a request and return its ticket."""
         if request.begun is not None:
             raise ValueError("Request.begun: a server cannot go on with a response; ask it anew")
         ticket = next(self._tickets)
@@ -158,46 +158,35 @@ class EndpointSampler:
         except VideoError as error:
             unread: Future[_Completion | Failure] = Future()
             unread.set_result(("", SampleStop.UNREADABLE, error.reason))
-            self._pending[ticket] = (request, [unread] * len(request.seeds))
+            self._pending[ticket] = (request, unread)
             return ticket
         read = functools.partial(_read, end=self._vocabulary.dialect.end)
-        futures = [
-            self._client.ask(
-                body(chat, request.sampling, seed, self._model, self._vocabulary),
-                read,
-                request.sampling.deadline,
-            )
-            for seed in request.seeds
-        ]
-        self._pending[ticket] = (request, futures)
+        reply = self._client.ask(
+            body(chat, request.sampling, request.seed, self._model, self._vocabulary),
+            read,
+            request.sampling.deadline,
+        )
+        self._pending[ticket] = (request, reply)
         return ticket
 
     def step(self) -> list[Completion]:
         """Wait a moment for a reply, and return the requests that are complete."""
-        # Wait only if there is nothing to return yet. Frames may arrive meanwhile.
-        if self._pending and not self._finished():
-            futures = [f for _, futures in self._pending.values() for f in futures]
-            wait([f for f in futures if not f.done()], _MOMENT, return_when=FIRST_COMPLETED)
+        # Only a moment: frames may arrive meanwhile.
+        if self._pending:
+            replies = [reply for _, reply in self._pending.values()]
+            wait(replies, _MOMENT, return_when=FIRST_COMPLETED)
         completions = []
-        for ticket in self._finished():
-            request, futures = self._pending.pop(ticket)
-            samples = tuple(self._to_sample(request, f.result()) for f in futures)
-            completions.append((ticket, samples))
+        for ticket, (request, reply) in list(self._pending.items()):
+            if reply.done():
+                del self._pending[ticket]
+                completions.append((ticket, self._to_sample(request, reply.result())))
         return completions
-
-    def _finished(self) -> list[int]:
-        """Return the tickets of the requests whose samples have all arrived."""
-        return [
-            ticket
-            for ticket, (_, futures) in self._pending.items()
-            if all(future.done() for future in futures)
-        ]
 
     def cancel(self, ticket: int) -> None:
         """Drop a request. HTTP requests in flight continue, and their replies are ignored."""
-        _, futures = self._pending.pop(ticket, (None, []))
-        for future in futures:
-            future.cancel()
+        if ticket in self._pending:
+            _, reply = self._pending.pop(ticket)
+            reply.cancel()
 
     def _to_sample(self, request: Request, result: _Completion | Failure) -> Sample:
         if not isinstance(result, Failure):

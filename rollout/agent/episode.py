@@ -280,7 +280,7 @@ async def _respond(state: _EpisodeState, seconds: float) -> tuple[str, Sample]:
         deadline=seconds,
     )
     seed = state.seed + len(state.turns)
-    ((sample,),) = await ask(_request(state.trajectory, sampling, seed))
+    (sample,) = await ask(_request(state.trajectory, sampling, seed))
     state.trajectory.append(_sampled_segment(sample))
 
     ids = np.concatenate([protocol.pinned.ids, sample.ids])
@@ -392,7 +392,7 @@ async def _ask_subagent(state: _EpisodeState, subagent: Trajectory, number: int)
         deadline=seconds,
     )
     seed = state.seed + _SEEDS_PER_TURN * (len(state.turns) + 1) + number
-    ((sample,),) = await ask(_request(subagent, sampling, seed))
+    (sample,) = await ask(_request(subagent, sampling, seed))
     subagent.append(_sampled_segment(sample))
     return sample
 
@@ -456,7 +456,7 @@ def _fits(state: _EpisodeState, results: Segment) -> bool:
 
 
 def _request(trajectory: Trajectory, sampling: Sampling, seed: int) -> Request:
-    return Request(trajectory.ids, trajectory.frames, sampling, (seed,))
+    return Request(trajectory.ids, trajectory.frames, sampling, seed)
 
 
 def _sampled_segment(sample: Sample) -> Segment:

@@ -71,7 +71,7 @@ class Engine:
         reused_tokens: prompt tokens that were found in the cache.
         waiting: sequences without a slot, in the order in which they are admitted.
         running: sequences that are being decoded.
-        unanswered: the samples of every open request, by ticket; None where one is unfinished.
+        unanswered: the sample of every open request, by ticket; None while it is unfinished.
         weights: the trained and the frozen weights; None while the engine sleeps.
     """
 
@@ -92,7 +92,7 @@ class Engine:
         self.tree = PageTree(settings.pages, settings.page)
         self.waiting: collections.deque[EngineSequence] = collections.deque()
         self.running: list[EngineSequence] = []
-        self.unanswered: dict[int, list[Sample | None]] = {}
+        self.unanswered: dict[int, Sample | None] = {}
         self.weights: tuple[Any, Any] | None = None
         self.version = 0
         self._tickets = itertools.count()
@@ -115,10 +115,10 @@ class Engine:
             prompt = make_prompt(request, self.features, self.config, deadline)
         except VideoError as error:
             # The agent has chosen frames, so the video was readable then and has changed since.
-            self.unanswered[ticket] = [self._unreadable(request, error.reason)] * len(request.seeds)
+            self.unanswered[ticket] = self._unreadable(request, error.reason)
             return ticket
-        self.unanswered[ticket] = [None] * len(request.seeds)
-        self.waiting += [EngineSequence(ticket, n, prompt) for n in range(len(request.seeds))]
+        self.unanswered[ticket] = None
+        self.waiting.append(EngineSequence(ticket, prompt))
         return ticket
 
     def step(self) -> list[Completion]:
@@ -126,25 +126,24 @@ class Engine:
         self._expire()
         self._admit()
         self._decode()
-        completions: list[Completion] = []
-        for ticket, samples in list(self.unanswered.items()):
-            finished = tuple(sample for sample in samples if sample is not None)
-            if len(finished) == len(samples):
-                del self.unanswered[ticket]
-                completions.append((ticket, finished))
+        completions = [
+            (ticket, sample) for ticket, sample in self.unanswered.items() if sample is not None
+        ]
+        for ticket, _ in completions:
+            del self.unanswered[ticket]
         return completions
 
-    def generate(self, requests: Iterable[Request]) -> list[tuple[Sample, ...]]:
+    def generate(self, requests: Iterable[Request]) -> list[Sample]:
         """Sample all requests. If one is refused or the caller is interrupted, all are cancelled.
 
         Returns:
-            One tuple per request, in order, with one sample per seed.
+            The samples, in the order of the requests.
 
         Raises:
             ValueError: a request is refused, or one that was submitted before has no answer yet.
         """
         self._require_idle("generate")
-        answers: dict[int, tuple[Sample, ...]] = {}
+        answers: dict[int, Sample] = {}
         try:
             tickets = [self.submit(request) for request in requests]
             while not self.idle:
@@ -300,7 +299,7 @@ class Engine:
             ids = np.concatenate([begun.ids, ids])
             logprobs = np.concatenate([begun.logprobs, logprobs])
             versions = np.concatenate([begun.versions, versions])
-        self.unanswered[sequence.ticket][sequence.sample] = Sample(
+        self.unanswered[sequence.ticket] = Sample(
             ids, logprobs, stop, versions, digest(sequence.ids), reason
         )
         if sequence in self.running:

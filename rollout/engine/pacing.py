@@ -43,7 +43,7 @@ class AgentLog:
 
 
 class PacedAgent(Generic[Result]):
-    """An agent whose requests have one seed each.
+    """An agent that can be played in parts.
 
     Args:
         agent: The coroutine, as for `run`. It has not started.
@@ -85,7 +85,7 @@ class PacedAgent(Generic[Result]):
                     return
                 await self._tell([other.result for other in self._others])
             else:
-                await self._tell([(sample,) for sample in told])
+                await self._tell(list(told))
         if self.done:
             # A file that nothing was drawn from yet can no longer be read.
             self.log = dataclasses.replace(self.log, begun=())
@@ -175,7 +175,7 @@ class PacedAgent(Generic[Result]):
             for number, (request, begun) in enumerate(zip(requests, samples, strict=True))
             if begun is None or begun.stop is SampleStop.PAUSED
         }
-        for number, (sample,) in zip(pieces, await ask(*pieces.values()), strict=True):
+        for number, sample in zip(pieces, await ask(*pieces.values()), strict=True):
             limit = pieces[number].sampling.max_new_tokens
             cut = sample.stop is SampleStop.LENGTH and len(sample.ids) == limit
             if cut and limit < requests[number].sampling.max_new_tokens:
@@ -183,7 +183,7 @@ class PacedAgent(Generic[Result]):
             samples[number] = sample
         paused = any(sample.stop is SampleStop.PAUSED for sample in samples)
         clock = self.clock + max(len(sample.ids) for sample in samples)
-        return tuple(samples), [(sample,) for sample in samples], None if paused else clock
+        return tuple(samples), samples, None if paused else clock
 
 
 @dataclasses.dataclass(frozen=True)

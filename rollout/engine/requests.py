@@ -3,7 +3,7 @@
 An agent is a coroutine. It awaits `ask(...)`, and `run` hands its requests to the sampler at once:
 
     async def agent():
-        [(sample,)] = await ask(Request(ids, frames, Sampling(64), seeds=(1,)))
+        [sample] = await ask(Request(ids, frames, Sampling(64), seed=1))
         return sample.ids
 
     results = run(engine, [agent() for _ in range(64)])
@@ -69,7 +69,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Asks for one response to a prompt per seed.
+    """Asks for a response to a prompt.
 
     Equal seeds give equal tokens, whatever else the sampler is asked at the same time (up to
     rounding). A prefix that several requests share is computed once.
@@ -80,12 +80,12 @@ class Request:
     frames: tuple[Frame, ...]
     """The frames of the image placeholders in `ids`, in order."""
     sampling: Sampling
-    seeds: tuple[int, ...]
-    """One seed per sample, taken modulo 2**32."""
+    seed: int
+    """The seed, taken modulo 2**32."""
     begun: Sample | None = None
     """A response to the same prompt and seed that was cut short, maybe under other weights.
     Sampling goes on after its tokens, which count against `max_new_tokens` and are part of the
-    sample. Keys and values that are not cached are computed again. Needs exactly one seed."""
+    sample. Keys and values that are not cached are computed again."""
 
     def __post_init__(self):
         ids = np.asarray(self.ids)
@@ -97,10 +97,6 @@ class Request:
             )
         if self.begun is None:
             return
-        if len(self.seeds) != 1:
-            raise ValueError(
-                f"Request.begun: one response for {len(self.seeds)} seeds; make a request per seed"
-            )
         begun = len(self.begun.ids)
         if begun > self.sampling.max_new_tokens:
             raise ValueError(
@@ -142,7 +138,7 @@ class Sample:
     """Why a request was refused or failed, or its video is unreadable, for people."""
 
 
-Completion = tuple[int, tuple[Sample, ...]]  # a request's ticket, and one sample per seed
+Completion = tuple[int, Sample]  # a request's ticket, and its sample
 
 
 @runtime_checkable
@@ -174,7 +170,7 @@ class Asking:
 
     requests: tuple[Request, ...]
 
-    def __await__(self) -> Generator[Asking, list[tuple[Sample, ...]], list[tuple[Sample, ...]]]:
+    def __await__(self) -> Generator[Asking, list[Sample], list[Sample]]:
         answers = yield self
         return answers
 
@@ -190,12 +186,8 @@ class Gathering:
         return results
 
 
-async def ask(*requests: Request) -> list[tuple[Sample, ...]]:
-    """Wait for the samples of all `requests`, which are decoded side by side.
-
-    Returns:
-        One tuple per request, with one sample per seed.
-    """
+async def ask(*requests: Request) -> list[Sample]:
+    """Wait for the samples of all `requests`, which are decoded side by side."""
     if not requests:
         return []
     return await Asking(requests)
@@ -294,8 +286,8 @@ class _Scheduler:
         # All running agents, with those they have started themselves. Each has a function that
         # takes its result.
         self.running: dict[Coroutine[Any, Any, Any], Callable[[Any], None]] = {}
-        # Open requests by ticket, with a function that takes the samples.
-        self.tickets: dict[int, Callable[[tuple[Sample, ...]], None]] = {}
+        # Open requests by ticket, with a function that takes the sample.
+        self.tickets: dict[int, Callable[[Sample], None]] = {}
         self.readings: list[_Waiting] = []  # in the order in which they were asked for
         self.steps = 0  # of the sampler
 
@@ -318,9 +310,9 @@ class _Scheduler:
             self._advance(waiting.agent, None)  # waits for a counted reading that is late
         if self.tickets:
             self.steps += 1
-            for ticket, samples in self.sampler.step():
+            for ticket, sample in self.sampler.step():
                 if ticket in self.tickets:  # otherwise a request that was not made by these agents
-                    self.tickets.pop(ticket)(samples)
+                    self.tickets.pop(ticket)(sample)
 
     def close(self) -> None:
         for ticket in self.tickets:

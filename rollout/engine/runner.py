@@ -363,7 +363,7 @@ class ModelRunner:
         rows.drawn[row] = sequence.begun + drawn
         rows.left[row] = sequence.left
         rows.stops[row, : len(sampling.stop_ids)] = sampling.stop_ids
-        rows.choices.seeds[row] = request.seeds[sequence.sample] % 2**32
+        rows.choices.seeds[row] = request.seed % 2**32
         rows.choices.temperatures[row] = sampling.temperature
 
 

@@ -1,4 +1,4 @@
-"""The state of the engine's samples: a prompt, and one sequence per sample of it.
+"""The state of the engine's samples: a prompt, and the sequence that continues it.
 
 These classes only hold state: `engine` schedules the sequences, `runner` computes them.
 """
@@ -21,7 +21,7 @@ from rollout.engine.requests import Request
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A request, and everything that its samples have in common.
+    """A request, and everything that is known before it gets a slot.
 
     Tokens that an earlier request drew (`Request.begun`) are prefilled, so they belong to it.
     """
@@ -58,7 +58,6 @@ class EngineSequence:
 
     Attributes:
         ticket: the request's number.
-        sample: which of the request's seeds this is.
         copy_source: a cached page that begins with the sequence's next tokens. Prefill copies it to
             the first of `own_pages`, because the sequence continues differently.
         computed: tokens whose keys and values are on the pages.
@@ -69,9 +68,8 @@ class EngineSequence:
         drawn: tokens sampled so far, after those. `logprobs` has their log-probs.
     """
 
-    def __init__(self, ticket: int, sample: int, prompt: Prompt):
+    def __init__(self, ticket: int, prompt: Prompt):
         self.ticket = ticket
-        self.sample = sample
         self.prompt = prompt
         self.sampling = prompt.request.sampling
         self.shared_pages: list[Node] = []

@@ -79,7 +79,7 @@ class Scripted:
         self.waves.append(list(waiting.values()))
         self.asked += waiting.values()
         self.said += samples
-        return [(ticket, (sample,)) for ticket, sample in zip(waiting, samples, strict=True)]
+        return list(zip(waiting, samples, strict=True))
 
     def cancel(self, ticket: int) -> None:
         self.waiting.pop(ticket, None)

@@ -70,7 +70,7 @@ def error(status, message, **fields) -> Reply:
 
 def prompted(vocabulary, **fields) -> Request:
     ids = vocabulary.encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
-    return Request(ids, (), Sampling(4, **fields), (0,))
+    return Request(ids, (), Sampling(4, **fields), 0)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_rendered_by_the_published_template_messages_are_the_request(
     ]
     for said in ([], [protocol.pinned.ids], turn, [*turn, protocol.pinned.ids]):
         ids = np.concatenate([prompt.ids, question.ids, *said])
-        chat = messages(Request(ids, frames, Sampling(4), (0,)), vocabulary, images)
+        chat = messages(Request(ids, frames, Sampling(4), 0), vocabulary, images)
         begun = bool(chat[-1]["content"])
         given = {"continue_final_message": begun, "add_generation_prompt": not begun}
         (text,), *_ = render(
@@ -338,7 +338,7 @@ def test_a_deadline_is_kept(images, small_vocabulary):
         ticket = sampler.submit(prompted(small_vocabulary, deadline=0.3))
         while not (completions := sampler.step()):
             pass
-        ((answered, (sample,)),) = completions
+        ((answered, sample),) = completions
         sampler.close()
     assert answered == ticket
     assert sample.stop is SampleStop.DEADLINE

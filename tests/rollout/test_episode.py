@@ -148,12 +148,11 @@ def test_plan_dispatch_gather_answer(perform, small_vocabulary, small_environmen
 
 def test_every_request_has_a_seed_of_its_own_and_the_settings_temperature(perform):
     _, sampler = perform([plan(*CALLS), plan(*CALLS), ANSWER])
-    assert all(len(request.seeds) == 1 for request in sampler.asked)
-    assert len({request.seeds for request in sampler.asked}) == len(sampler.asked) == 7
+    assert len({request.seed for request in sampler.asked}) == len(sampler.asked) == 7
     assert {request.sampling.temperature for request in sampler.asked} == {0.7}
-    assert [
-        request.seeds for request in perform([plan(*CALLS), plan(*CALLS), ANSWER])[1].asked
-    ] == [r.seeds for r in sampler.asked]
+    assert [request.seed for request in perform([plan(*CALLS), plan(*CALLS), ANSWER])[1].asked] == [
+        r.seed for r in sampler.asked
+    ]
 
 
 def test_an_episode_with_a_demonstrations_texts_has_its_ids(

@@ -118,12 +118,12 @@ def test_the_engine_sees_frames_of_later_turns(
     others, other_frames = after(64)
     warm = Engine(small_model, small_features, size)
     # The KV of the first turn is now in the cache.
-    warm.generate([Request(np.concatenate([opening, said]), overview, sampling, (0,))])
-    ((late,),) = warm.generate([Request(ids, frames, sampling, (0,))])
-    ((fresh,),) = Engine(small_model, small_features, size).generate(
-        [Request(ids, frames, sampling, (0,))]
+    warm.generate([Request(np.concatenate([opening, said]), overview, sampling, 0)])
+    (late,) = warm.generate([Request(ids, frames, sampling, 0)])
+    (fresh,) = Engine(small_model, small_features, size).generate(
+        [Request(ids, frames, sampling, 0)]
     )
-    ((elsewhere,),) = warm.generate([Request(others, other_frames, sampling, (0,))])
+    (elsewhere,) = warm.generate([Request(others, other_frames, sampling, 0)])
     np.testing.assert_array_equal(late.ids, fresh.ids)
     np.testing.assert_allclose(late.logprobs, fresh.logprobs, atol=1e-4)
     assert np.abs(late.logprobs - elsewhere.logprobs).max() > 1e-3

@@ -215,15 +215,12 @@ class Script:
 
     def step(self) -> list[Completion]:
         waiting, self.waiting = self.waiting, {}
-        return [
-            (ticket, tuple(self._sample(request, seed) for seed in request.seeds))
-            for ticket, request in waiting.items()
-        ]
+        return [(ticket, self._sample(request)) for ticket, request in waiting.items()]
 
     def cancel(self, ticket: int) -> None:
         self.waiting.pop(ticket, None)
 
-    def _sample(self, request: Request, seed: int) -> Sample:
+    def _sample(self, request: Request) -> Sample:
         before = self.vocabulary.decode(request.ids)
         if "<think>" not in before:
             # Only a sub-agent's turn has no pinned opening.
@@ -232,7 +229,7 @@ class Script:
             texts = self.answers
         else:
             texts = self.plans
-        written = self.vocabulary.encode(texts[seed % len(texts)])
+        written = self.vocabulary.encode(texts[request.seed % len(texts)])
         ids = np.append(written, self.vocabulary.eos).astype(np.int32)
         logprobs = np.full(len(ids), -np.log(self.vocabulary.size), np.float32)
         return Sample(
@@ -251,12 +248,12 @@ class Uneven(Script):
         super().__init__(road)
         self.quiet = road.data.questions[0].text
 
-    def _sample(self, request: Request, seed: int) -> Sample:
+    def _sample(self, request: Request) -> Sample:
         calls = render_call(CropCall(0, 16)) + render_call(CropCall(20, 36))
         self.plans = (f"look\n</think>{calls}",)
         if self.quiet in self.vocabulary.decode(request.ids):
             self.plans = Script.plans[2:]
-        return super()._sample(request, seed)
+        return super()._sample(request)
 
 
 def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:

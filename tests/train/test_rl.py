@@ -212,8 +212,8 @@ def test_outcomes_of_episodes_and_calls_are_counted(road, small, learner, start)
     class Late(small.Script):
         """Sub-agents miss the deadline, and so do agents that have read of it."""
 
-        def _sample(self, request, seed) -> Sample:
-            sample = super()._sample(request, seed)
+        def _sample(self, request) -> Sample:
+            sample = super()._sample(request)
             text = self.vocabulary.decode(request.ids)
             late = "<think>" not in text or "<tool_response>" in text
             return dataclasses.replace(sample, stop=SampleStop.DEADLINE) if late else sample
@@ -411,8 +411,8 @@ def test_tokens_that_are_too_old_for_an_update_are_refused(road, small):
     class Ageing(small.Script):
         """The turn after the crops has newer weights."""
 
-        def _sample(self, request, seed) -> Sample:
-            sample = super()._sample(request, seed)
+        def _sample(self, request) -> Sample:
+            sample = super()._sample(request)
             late = "<tool_response>" in self.vocabulary.decode(request.ids)
             versions = np.full(len(sample.ids), 9 if late else 8, np.int32)
             return dataclasses.replace(sample, versions=versions)

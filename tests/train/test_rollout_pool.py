@@ -176,8 +176,8 @@ class Parts:
         self.script._sample = self._sample
         self._whole = type(script)._sample
 
-    def _sample(self, request, seed) -> Sample:
-        whole = self._whole(self.script, dataclasses.replace(request, begun=None), seed)
+    def _sample(self, request) -> Sample:
+        whole = self._whole(self.script, dataclasses.replace(request, begun=None))
         end = request.sampling.max_new_tokens
         begun = request.begun
         first = 0 if begun is None else len(begun.ids)

@@ -97,10 +97,8 @@ class Reference:
         self._sample = jax.jit(sample)
         self._known: dict[tuple, np.ndarray] = {}
 
-    def answer(
-        self, request: Request, seed: int, version: int, like: Sample | None = None
-    ) -> Sample:
-        """The sample for one of a request's seeds, each token under its version in `like`.
+    def answer(self, request: Request, version: int, like: Sample | None = None) -> Sample:
+        """The sample of a request, each token under its version in `like`.
 
         Tokens that `like` does not have are sampled under `version`.
 
@@ -121,7 +119,7 @@ class Reference:
             known = like is not None and number < len(like.ids)
             under = int(like.versions[number]) if known and like is not None else version
             versions.append(under)
-            draws = self._draw(self.scores(request, said, under), sampling, seed, number)
+            draws = self._draw(self.scores(request, said, under), request, number)
             token, logprob = draws[0]
             if known and like is not None:
                 same = [draw for draw in draws if draw[0] == like.ids[number]]
@@ -189,7 +187,7 @@ class Reference:
         return self._forward(self.weights[version], batch, np.int32(total - 1))
 
     def _draw(
-        self, scores: Float[np.ndarray, " v"], sampling: Sampling, seed: int, number: int
+        self, scores: Float[np.ndarray, " v"], request: Request, number: int
     ) -> list[tuple[int, float]]:
         """The token and its log-prob, then what they could be if logits differed by rounding."""
         noise = np.random.default_rng(0).normal(0, ROUNDING, (TRIES, len(scores)))
@@ -199,8 +197,8 @@ class Reference:
             return np.full(TRIES, value, kind)
 
         choices = Choices(
-            seeds=each(seed % 2**32, np.uint32),
-            temperatures=each(sampling.temperature, np.float32),
+            seeds=each(request.seed % 2**32, np.uint32),
+            temperatures=each(request.sampling.temperature, np.float32),
         )
         tokens, logprobs = self._sample(
             (scores + noise).astype(np.float32), choices, each(number, np.int32)

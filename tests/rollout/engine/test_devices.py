@@ -83,20 +83,15 @@ def requests() -> list[Request]:
     rng = np.random.default_rng(0)
     frames = tuple(Frame("a", index, float(index)) for index in range(3))
     opening = np.concatenate([rng.integers(0, 90, 5), [95] * 4, [1], [95] * 4, [2, 3]])
+    two_frames = np.concatenate([opening, rng.integers(0, 90, 7)])
+    three_frames = np.concatenate([opening, [95] * 4, rng.integers(0, 90, 2)])
     groups = [
-        Request(
-            np.concatenate([opening, rng.integers(0, 90, 7)]), frames[:2], Sampling(10), (1, 2, 3)
-        ),
-        Request(
-            np.concatenate([opening, [95] * 4, rng.integers(0, 90, 2)]),
-            frames,
-            Sampling(7, 0.6),
-            (4, 5),
-        ),
+        *(Request(two_frames, frames[:2], Sampling(10), seed) for seed in (1, 2, 3)),
+        *(Request(three_frames, frames, Sampling(7, 0.6), seed) for seed in (4, 5)),
     ]
     lengths = (3, 20, 41)
     return groups + [
-        Request(rng.integers(0, 90, n), (), Sampling(12, n % 2 * 1.0, stop_ids=(n,)), (n,))
+        Request(rng.integers(0, 90, n), (), Sampling(12, n % 2 * 1.0, stop_ids=(n,)), n)
         for n in lengths
     ]
 
@@ -107,15 +102,14 @@ def play(engine: Engine) -> list[Sample]:
     answers = engine.generate(first)
     turns = [
         dataclasses.replace(
-            request, ids=np.concatenate([request.ids, sample.ids, np.arange(10, 15)]), seeds=(9,)
+            request, ids=np.concatenate([request.ids, sample.ids, np.arange(10, 15)]), seed=9
         )
-        for request, samples in zip(first, answers, strict=True)
-        for sample in samples
+        for request, sample in zip(first, answers, strict=True)
         if len(request.ids) + len(sample.ids) + 5 + request.sampling.max_new_tokens
         <= SETTINGS.row_lengths[-1]
     ]
     assert len(turns) >= 6
-    return [sample for samples in [*answers, *engine.generate(turns)] for sample in samples]
+    return answers + engine.generate(turns)
 
 
 def noise() -> Any:

@@ -123,7 +123,7 @@ def asked(small_environment, small_questions, features):
         overview = protocol.overview(frames, features.tokens(question.video))
         suffix = protocol.pinned.ids if suffix is None else np.asarray(suffix, np.int32)
         ids = np.concatenate([overview.ids, protocol.question(question).ids, suffix])
-        return Request(ids, frames, Sampling(new, temperature, **sampling), (seed,))
+        return Request(ids, frames, Sampling(new, temperature, **sampling), seed)
 
     return make
 
@@ -136,7 +136,7 @@ def look(small_environment, small_questions, features):
         name = small_questions[0].video
         frames = features.window(name, start, start + 4, 1.0, 2)
         prompt = small_environment.protocol.window(frames, features.tokens(name))
-        return Request(prompt.ids, frames, Sampling(4), (seed,))
+        return Request(prompt.ids, frames, Sampling(4), seed)
 
     return make
 
@@ -145,19 +145,19 @@ def text(length: int, number: int = 0, new: int = 12, seed: int = 1, **sampling)
     """A request without frames. The first token depends on `number`."""
     ids = np.random.default_rng(number).integers(20, 400, length).astype(np.int32)
     ids[:1] = 20 + number
-    return Request(ids, (), Sampling(new, **sampling), (seed,))
+    return Request(ids, (), Sampling(new, **sampling), seed)
 
 
 def next_turn(request: Request, sample: Sample, more, new: int = 12) -> Request:
     """The prompt, the sample, and more tokens."""
     ids = np.concatenate([request.ids, sample.ids, np.asarray(more, np.int32)])
     sampling = dataclasses.replace(request.sampling, max_new_tokens=new)
-    return Request(ids, request.frames, sampling, (2,))
+    return Request(ids, request.frames, sampling, 2)
 
 
-def sampled(engine: Engine, requests) -> list[Sample]:
-    """The samples of requests with one seed each."""
-    return [sample for (sample,) in engine.generate(requests)]
+def group(request: Request, *seeds: int) -> list[Request]:
+    """Requests with one prompt."""
+    return [dataclasses.replace(request, seed=seed) for seed in seeds]
 
 
 def assert_equal(found, expected) -> None:
@@ -168,7 +168,7 @@ def assert_equal(found, expected) -> None:
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
-def step_until_done(engine: Engine) -> dict[int, tuple[Sample, ...]]:
+def step_until_done(engine: Engine) -> dict[int, Sample]:
     answers = {}
     while not engine.idle:
         answers |= engine.step()
@@ -207,9 +207,9 @@ CHANGED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", CHANGED.values(), ids=CHANGED)
 def test_no_size_changes_a_sample(engine, make_engine, asked, look, changes):
     """Groups, sub-agents and plain text, long and short, sampled and greedy; then the next turn."""
-    groups = [dataclasses.replace(asked(n, new=12 - n), seeds=(1, 2, 3)) for n in range(3)]
+    groups = [group(asked(n, new=12 - n), 1, 2, 3) for n in range(3)]
     first = [
-        *groups,
+        *itertools.chain(*groups),
         *(look(8 * n, seed=n) for n in range(3)),
         text(1),
         text(9, 1),
@@ -220,14 +220,12 @@ def test_no_size_changes_a_sample(engine, make_engine, asked, look, changes):
     other = make_engine(**changes)
     found = other.generate(first)
     expected = engine.generate(first)
-    for samples, wanted in zip(found, expected, strict=True):
-        assert_equal(samples, wanted)
+    assert_equal(found, expected)
     second = [
         next_turn(request, sample, range(30, 33 + n))
-        for n, (request, samples) in enumerate(zip(first, expected, strict=True))
-        for sample in samples
+        for n, (request, sample) in enumerate(zip(first, expected, strict=True))
     ]
-    assert_equal(sampled(other, second), sampled(engine, second))
+    assert_equal(other.generate(second), engine.generate(second))
     assert_nothing_held(other)
 
 
@@ -237,11 +235,11 @@ def test_no_size_changes_a_sample(engine, make_engine, asked, look, changes):
 def test_a_deadline_ends_what_runs_and_what_waits(engine, clock):
     """Two of its samples run, with four tokens each, and two wait for a slot."""
     others = [engine.submit(text(20, number)) for number in range(6)]
-    late = engine.submit(dataclasses.replace(text(20, 6, deadline=3.0), seeds=(1, 2, 3, 4)))
+    late = [engine.submit(one) for one in group(text(20, 6, deadline=3.0), 1, 2, 3, 4)]
     engine.step()
     clock.now += 3
-    ((ticket, samples),) = engine.step()
-    assert ticket == late
+    tickets, samples = zip(*engine.step(), strict=True)
+    assert list(tickets) == late
     assert [len(sample.ids) for sample in samples] == [4, 4, 0, 0]
     assert {sample.stop for sample in samples} == {SampleStop.DEADLINE}
     assert set(step_until_done(engine)) == set(others)
@@ -266,17 +264,15 @@ def test_an_unreadable_video_fails_only_its_own_request(
     broken.write_bytes(content[:2000])
     never_seen.unlink()
     good = [asked(n, seed=n) for n in range(3)]
-    bad = [dataclasses.replace(asked(0), frames=frames, seeds=(1, 2)) for frames in shown]
-    expected = sampled(engine, good)
+    bad = [dataclasses.replace(asked(0), frames=frames) for frames in shown]
+    expected = engine.generate(good)
     engine.forget()
     answers = engine.generate([good[0], bad[0], bad[1], good[1], bad[2], good[2]])
-    assert_equal([answers[n][0] for n in (0, 3, 5)], expected)
+    assert_equal([answers[n] for n in (0, 3, 5)], expected)
     for n in (1, 2, 4):
-        assert len(answers[n]) == 2
-        for sample in answers[n]:
-            assert sample.stop is SampleStop.UNREADABLE
-            assert sample.ids.size == sample.logprobs.size == 0
-            assert sample.digest == digest(bad[0].ids)
+        assert answers[n].stop is SampleStop.UNREADABLE
+        assert answers[n].ids.size == answers[n].logprobs.size == 0
+        assert answers[n].digest == digest(bad[0].ids)
     for copy in copies:
         copy.unlink(missing_ok=True)
 
@@ -288,7 +284,7 @@ def test_an_unreadable_video_fails_only_its_own_request(
 def test_an_interrupt_within_a_step_frees_all_pages(engine, asked, monkeypatch, place):
     """Later requests are answered as before."""
     requests = [asked(n, seed=n) for n in range(10)]
-    expected = sampled(engine, requests)
+    expected = engine.generate(requests)
     engine.forget()
     work = getattr(engine.runner, place)
     calls = itertools.count()
@@ -302,17 +298,17 @@ def test_an_interrupt_within_a_step_frees_all_pages(engine, asked, monkeypatch, 
         patch.setattr(engine.runner, place, interrupted)
         engine.generate(requests)
     assert_nothing_held(engine)
-    assert_equal(sampled(engine, requests), expected)
+    assert_equal(engine.generate(requests), expected)
 
 
 def test_what_runs_while_the_engine_forgets_is_forgotten_too(engine):
-    request = Request(np.arange(3, 5, dtype=np.int32), (), Sampling(12), (1,))
+    request = Request(np.arange(3, 5, dtype=np.int32), (), Sampling(12), 1)
     engine.submit(request)
     engine.step()
     engine.forget()
     step_until_done(engine)
     before = engine.reused_tokens
-    sampled(engine, [dataclasses.replace(request, ids=np.arange(3, 20, dtype=np.int32))])
+    engine.generate([dataclasses.replace(request, ids=np.arange(3, 20, dtype=np.int32))])
     assert engine.reused_tokens == before
 
 
@@ -326,29 +322,29 @@ def scaled(weights, factor: float):
 def test_nan_from_broken_weights_does_not_spread(engine, asked, weights):
     """It stays in the pool, in used and in unused slots, but later weights never read it."""
     request = asked(temperature=0.0)
-    (before,) = sampled(engine, [request])
+    (before,) = engine.generate([request])
     engine.load(scaled(weights, jnp.nan), version=1)
-    sampled(engine, [asked(n, seed=n) for n in range(8)])
+    engine.generate([asked(n, seed=n) for n in range(8)])
     engine.load(weights, version=2)
-    assert_equal(sampled(engine, [request]), [before])
+    assert_equal(engine.generate([request]), [before])
 
 
 def test_weights_of_another_model_are_refused_and_the_old_ones_stay(
     engine, asked, small_model, weights
 ):
-    before = sampled(engine, [asked(seed=1)])
+    before = engine.generate([asked(seed=1)])
     with pytest.raises(ValueError, match=r"Engine.load: weights of \d+ arrays"):
         engine.load(nnx.split(small_model)[1], version=3)
     halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
     with pytest.raises(ValueError, match=r"Engine.load: weights .*bfloat16.*float32"):
         engine.load(halves, version=3)
-    assert_equal(sampled(engine, [asked(seed=1)]), before)
+    assert_equal(engine.generate([asked(seed=1)]), before)
 
 
 def test_a_sleeping_engine_holds_no_arrays_on_the_device(engine, asked, weights):
     """Awake again it samples the same, compiles nothing, and reuses nothing from before."""
     requests = [asked(n, temperature=0.0) for n in range(8)]
-    before = sampled(engine, requests)
+    before = engine.generate(requests)
     ticket = engine.submit(requests[0])
     with pytest.raises(ValueError, match="Engine.sleep: 1 requests"):
         engine.sleep()
@@ -365,9 +361,9 @@ def test_a_sleeping_engine_holds_no_arrays_on_the_device(engine, asked, weights)
     compilations = Compilations()
     reused = engine.reused_tokens
     engine.load(weights, version=1)
-    after = sampled(engine, requests[:1])
+    after = engine.generate(requests[:1])
     assert engine.reused_tokens == reused
-    after += sampled(engine, requests[1:])
+    after += engine.generate(requests[1:])
     assert compilations.count == 0
     assert_equal(after, before)
 
@@ -388,12 +384,12 @@ def test_after_warming_up_nothing_compiles(engine, asked, look, weights, feature
         *(look(n) for n in range(3)),
         text(90),
         text(1),
-        dataclasses.replace(asked(3), seeds=tuple(range(12))),
+        *group(asked(3), *range(12)),
     ]
     answers = engine.generate(first)
     second = [
-        next_turn(request, samples[0], range(n))
-        for n, (request, samples) in enumerate(zip(first, answers, strict=True))
+        next_turn(request, sample, range(n))
+        for n, (request, sample) in enumerate(zip(first, answers, strict=True))
     ]
     engine.generate(second)
     engine.cancel(engine.submit(asked(2)))
@@ -497,5 +493,5 @@ def test_requests_that_can_never_be_answered_are_refused(engine, asked):
     ):
         with pytest.raises(ValueError, match=rule):
             engine.submit(request)
-    (longest,) = sampled(engine, [text(124)])
+    (longest,) = engine.generate([text(124)])
     assert len(longest.ids) == 12

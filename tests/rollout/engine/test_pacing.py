@@ -36,13 +36,13 @@ class Counting:
 
     def step(self):
         waiting, self.waiting = self.waiting, {}
-        return [(ticket, (self._sample(request),)) for ticket, request in waiting.items()]
+        return [(ticket, self._sample(request)) for ticket, request in waiting.items()]
 
     def cancel(self, ticket):
         self.waiting.pop(ticket, None)
 
     def _sample(self, request: Request) -> Sample:
-        (seed,) = request.seeds
+        seed = request.seed
         begun = request.begun
         first = 0 if begun is None else len(begun.ids)
         end = min(seed + 1, request.sampling.max_new_tokens)
@@ -79,9 +79,8 @@ class Files(FrameReading):
 
 
 async def turn(seeds: tuple[int, ...]) -> list[Sample]:
-    request = Request(np.array([1], np.int32), (), Sampling(40), (0,))
-    answers = await ask(*(dataclasses.replace(request, seeds=(seed,)) for seed in seeds))
-    return [sample for (sample,) in answers]
+    request = Request(np.array([1], np.int32), (), Sampling(40), 0)
+    return await ask(*(dataclasses.replace(request, seed=seed) for seed in seeds))
 
 
 async def look(seed: int) -> list[Sample]:

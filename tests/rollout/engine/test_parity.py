@@ -189,9 +189,9 @@ def turns(sides):
 
     def run(asked, new: int) -> list[list[int]]:
         requests = [
-            Request(ids, frames, Sampling(new, 0.0), (n,)) for n, (ids, frames) in enumerate(asked)
+            Request(ids, frames, Sampling(new, 0.0), n) for n, (ids, frames) in enumerate(asked)
         ]
-        return [sample.ids.tolist() for (sample,) in engine.generate(requests)]
+        return [sample.ids.tolist() for sample in engine.generate(requests)]
 
     first = prompts(sides.features)
     said = run(first, NEW)

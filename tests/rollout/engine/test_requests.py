@@ -17,8 +17,8 @@ import pytest
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, run, together
 
 
-def request(number: int, seeds: tuple[int, ...] = (0,)) -> Request:
-    return Request(np.array([number], np.int32), (), Sampling(4), seeds)
+def request(number: int) -> Request:
+    return Request(np.array([number], np.int32), (), Sampling(4), 0)
 
 
 class Doubling:
@@ -50,23 +50,20 @@ class Doubling:
     def step(self):
         self.steps += 1
         done = [ticket for ticket, (due, _) in self.open.items() if due <= self.steps][::-1]
-        return [(ticket, self._samples(self.open.pop(ticket)[1])) for ticket in done]
+        return [(ticket, self._sample(self.open.pop(ticket)[1])) for ticket in done]
 
     def cancel(self, ticket):
         # Otherwise it was answered in the very step that failed.
         if ticket in self.open:
             self.cancelled.append(int(self.open.pop(ticket)[1].ids[0]))
 
-    def _samples(self, request) -> tuple[Sample, ...]:
-        return tuple(
-            Sample(
-                2 * request.ids + seed,
-                np.zeros(1, np.float32),
-                SampleStop.LENGTH,
-                np.zeros(1, np.int32),
-                "",
-            )
-            for seed in request.seeds
+    def _sample(self, request) -> Sample:
+        return Sample(
+            2 * request.ids,
+            np.zeros(1, np.float32),
+            SampleStop.LENGTH,
+            np.zeros(1, np.int32),
+            "",
         )
 
     @property
@@ -84,7 +81,7 @@ async def agent(start: int, rounds: int, width: int = 1) -> list[int]:
     for turn in range(rounds):
         first = start + 10 * turn
         given = await ask(*(request(number) for number in range(first, first + width)))
-        answers += [int(sample.ids[0]) for (sample,) in given]
+        answers += [int(sample.ids[0]) for sample in given]
     return answers
 
 
@@ -118,7 +115,7 @@ def test_agents_of_an_agent_run_side_by_side():
     async def leader():
         results = await together(*[agent(number, 2) for number in (1, 5, 3)])
         assert await together() == []
-        [(sample,)] = await ask(request(9))
+        [sample] = await ask(request(9))
         return results, sample.ids.tolist()
 
     sampler = Doubling(lambda number: 3 if number == 1 else 1)

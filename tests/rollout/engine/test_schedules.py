@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -45,7 +46,7 @@ from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.pages import PageTree
 from rollout.engine.programs import Pool, Prefixes, Programs
-from rollout.engine.requests import Request, Sample, SampleStop, Sampling
+from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sampling
 from rollout.engine.sequences import make_prompt
 from rollout.engine.settings import EngineSizes
 from tests.rollout.engine.reference import Pictures, Reference
@@ -211,11 +212,16 @@ TAILS = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 
 
 @st.composite
-def requests(draw) -> Request:
-    """All of an opening or its first part, and a few words. So prompts differ from anywhere on."""
+def groups(draw) -> list[Request]:
+    """Requests with one prompt: all of an opening or its first part, and a few words.
+
+    So prompts differ from anywhere on.
+    """
     opening = draw(st.sampled_from(OPENINGS))
     end = draw(st.just(len(opening)) | st.integers(0, len(opening)))
-    return Request(*written((*opening[:end], *draw(TAILS))), draw(SAMPLINGS), draw(SEEDS))
+    ids, frames = written((*opening[:end], *draw(TAILS)))
+    sampling = draw(SAMPLINGS)
+    return [Request(ids, frames, sampling, seed) for seed in draw(SEEDS)]
 
 
 # --- the schedules ---
@@ -244,7 +250,7 @@ class Schedule(RuleBasedStateMachine):
         self.now = 0.0
         self.clock = lambda: self.now
         self.asked: dict[int, Asked] = {}
-        self.samples: list[tuple[Request, int, Sample]] = []
+        self.samples: list[tuple[Request, Sample]] = []
 
     @initialize(spare=st.sampled_from([1000, 12, 5, 1, 0]))
     def start(self, spare: int):
@@ -255,9 +261,9 @@ class Schedule(RuleBasedStateMachine):
 
     # --- what a caller does ---
 
-    @rule(wanted=st.lists(requests(), min_size=1, max_size=3), at_once=st.booleans())
-    def submit(self, wanted: list[Request], at_once: bool):
-        for request in wanted:
+    @rule(wanted=st.lists(groups(), min_size=1, max_size=3), at_once=st.booleans())
+    def submit(self, wanted: list[list[Request]], at_once: bool):
+        for request in itertools.chain(*wanted):
             self.ask(request)
         if at_once:
             self.step()
@@ -279,9 +285,10 @@ class Schedule(RuleBasedStateMachine):
         self, which: int, keep: int, tail: list[int], sampling: Sampling, seeds: tuple[int, ...]
     ):
         """A next turn, after all of a sample or a part of it."""
-        request, _, sample = self.samples[-1 - which % len(self.samples)]
+        request, sample = self.samples[-1 - which % len(self.samples)]
         ids = np.concatenate([request.ids, sample.ids[:keep], tail]).astype(np.int32)
-        self.ask(Request(ids, request.frames, sampling, seeds))
+        for seed in seeds:
+            self.ask(Request(ids, request.frames, sampling, seed))
 
     @precondition(lambda self: not self.engine.idle)
     @rule()
@@ -301,15 +308,15 @@ class Schedule(RuleBasedStateMachine):
     def wait(self, seconds: float):
         self.now += seconds
 
-    @precondition(lambda self: any(cut_short(sample) for *_, sample in self.samples))
+    @precondition(lambda self: any(cut_short(sample) for _, sample in self.samples))
     @rule(which=st.integers(0, 9), more=st.integers(1, 6))
     def go_on(self, which: int, more: int):
         """The rest of a response that was cut short, maybe under other weights."""
-        cut = [found for found in self.samples if cut_short(found[-1])]
-        request, seed, sample = cut[-1 - which % len(cut)]
+        cut = [(request, sample) for request, sample in self.samples if cut_short(sample)]
+        request, sample = cut[-1 - which % len(cut)]
         most = len(sample.ids) + more
         sampling = dataclasses.replace(request.sampling, max_new_tokens=most, deadline=math.inf)
-        self.ask(Request(request.ids, request.frames, sampling, (seed,), sample))
+        self.ask(dataclasses.replace(request, sampling=sampling, begun=sample))
 
     @precondition(lambda self: self.asked and self.engine.version + 1 < MOST_VERSIONS)
     @rule()
@@ -334,20 +341,19 @@ class Schedule(RuleBasedStateMachine):
             0,
         )
 
-    def take(self, answers: list[tuple[int, tuple[Sample, ...]]]) -> None:
-        """Check the answers of a step: each request once and whole, and no deadline missed."""
-        for ticket, samples in answers:
+    def take(self, answers: list[Completion]) -> None:
+        """Check the answers of a step: each request once, and no deadline missed."""
+        for ticket, sample in answers:
             asked = self.asked[ticket]
-            assert not asked.done and len(samples) == len(asked.request.seeds)
+            assert not asked.done
             asked.done = True
-            for number, sample in enumerate(samples):
-                begun = asked.request.begun
-                earlier = [] if begun is None else begun.versions.tolist()
-                drawn = len(sample.ids) - len(earlier)
-                assert sample.versions.dtype == np.int32
-                assert sample.versions.tolist() == earlier + [self.engine.version] * drawn
-                assert sample.stop is not SampleStop.DEADLINE or asked.until <= self.now
-                self.samples.append((asked.request, asked.request.seeds[number], sample))
+            begun = asked.request.begun
+            earlier = [] if begun is None else begun.versions.tolist()
+            drawn = len(sample.ids) - len(earlier)
+            assert sample.versions.dtype == np.int32
+            assert sample.versions.tolist() == earlier + [self.engine.version] * drawn
+            assert sample.stop is not SampleStop.DEADLINE or asked.until <= self.now
+            self.samples.append((asked.request, sample))
         assert all(asked.done or asked.until > self.now for asked in self.asked.values())
 
     # --- what holds after each rule ---
@@ -388,15 +394,8 @@ class Schedule(RuleBasedStateMachine):
     @invariant()
     def every_open_request_runs_or_waits(self):
         engine = self.engine
-        there = sorted(
-            (sequence.ticket, sequence.sample) for sequence in (*engine.running, *engine.waiting)
-        )
-        missing = [
-            (ticket, number)
-            for ticket, samples in engine.unanswered.items()
-            for number, sample in enumerate(samples)
-            if sample is None
-        ]
+        there = sorted(sequence.ticket for sequence in (*engine.running, *engine.waiting))
+        missing = [ticket for ticket, sample in engine.unanswered.items() if sample is None]
         assert there == sorted(missing)
         assert set(engine.unanswered) == {
             ticket for ticket, asked in self.asked.items() if not asked.done
@@ -419,16 +418,16 @@ class Schedule(RuleBasedStateMachine):
         assert all(asked.done for asked in self.asked.values())
         self.a_page_is_free_or_in_the_tree_or_lent()
         assert all(not node.users for node in self.engine.tree.nodes())
-        for request, seed, sample in self.samples:
-            self.compare(request, seed, sample)
-        for request, _, sample in self.samples:
+        for request, sample in self.samples:
+            self.compare(request, sample)
+        for request, sample in self.samples:
             self.compare_pages(request, sample)
         self.engine.load(self.bench.weights[0], self.engine.version + 1)
         assert len(self.engine.tree.free_pages) == self.pages
 
-    def compare(self, request: Request, seed: int, sample: Sample) -> None:
+    def compare(self, request: Request, sample: Sample) -> None:
         # A deadline may have cut it short before it drew under the newest weights.
-        expected = self.bench.reference.answer(request, seed, 0, like=sample)
+        expected = self.bench.reference.answer(request, 0, like=sample)
         n = len(sample.ids)
         assert sample.ids.tolist() == expected.ids[:n].tolist()
         assert sample.ids.dtype == np.int32
@@ -508,7 +507,7 @@ def plainly(request: Request, new: int) -> Request:
     return dataclasses.replace(request, sampling=Sampling(new))
 
 
-READABLE = requests().filter(lambda request: _GONE not in request.frames)
+READABLE = groups().filter(lambda group: _GONE not in group[0].frames)
 
 
 @pytest.mark.slow
@@ -522,9 +521,10 @@ READABLE = requests().filter(lambda request: _GONE not in request.frames)
     )
 )
 def test_cached_tokens_are_not_prefilled_again(bench, asked):
-    """One request after the other. Some continue an earlier sample or its first tokens."""
+    """One group after the other. Some continue an earlier sample or its first tokens."""
     engine, known, answered = bench.engine(), Known(), []
-    for request, new, after in asked:
+    for group, new, after in asked:
+        request = group[0]
         if after is not None and answered:
             before, sample = answered[after[0] % len(answered)]
             ids = np.concatenate([before.ids, sample.ids[: after[1]], request.ids[:2]])
@@ -533,7 +533,7 @@ def test_cached_tokens_are_not_prefilled_again(bench, asked):
         if len(request.ids) + new > SETTINGS.row_lengths[-1]:
             continue
         prefilled, reused = engine.prefilled_tokens, engine.reused_tokens
-        (samples,) = engine.generate([request])
+        samples = engine.generate([dataclasses.replace(request, seed=one.seed) for one in group])
         # The first sample's prompt is what the others find.
         needed = [known.missing(request, sample.ids) for sample in samples]
         assert not any(needed[1:])
@@ -555,14 +555,11 @@ def test_a_prefix_that_requests_share_is_prefilled_once(bench, asked):
     Each of them then computes less than a page twice.
     """
     engine, known = bench.engine(), Known()
-    wanted = [plainly(request, new) for request, new in asked]
-    answers = engine.generate(wanted)
+    wanted = [plainly(request, new) for group, new in asked for request in group]
+    engine.generate(wanted)
     needed = sum(known.missing(request) for request in wanted)
     assert engine.prefilled_tokens <= needed + (SETTINGS.page - 1) * max(0, len(wanted) - 1)
-    total = sum(
-        len(samples) * (len(request.ids) - 1)
-        for request, samples in zip(wanted, answers, strict=True)
-    )
+    total = sum(len(request.ids) - 1 for request in wanted)
     assert engine.prefilled_tokens + engine.reused_tokens == total
 
 
@@ -570,7 +567,7 @@ def test_cached_frames_are_not_encoded_again(bench, monkeypatch):
     """The cached prefix ends with a frame: in a next turn, and before another second frame."""
     engine = bench.engine()
     ids, frames = written(OPENINGS[2])
-    engine.generate([Request(ids, frames, Sampling(4), (1,))])
+    engine.generate([Request(ids, frames, Sampling(4), 1)])
     encoded: list[Frame] = []
     encode = Pictures.__call__
 
@@ -579,9 +576,9 @@ def test_cached_frames_are_not_encoded_again(bench, monkeypatch):
         return encode(self, frames)
 
     monkeypatch.setattr(Pictures, "__call__", watched)
-    engine.generate([Request(np.append(ids, [1, 2]).astype(np.int32), frames, Sampling(4), (2,))])
+    engine.generate([Request(np.append(ids, [1, 2]).astype(np.int32), frames, Sampling(4), 2)])
     assert encoded == []
-    engine.generate([Request(*written(OPENINGS[3]), Sampling(4), (3,))])
+    engine.generate([Request(*written(OPENINGS[3]), Sampling(4), 3)])
     assert encoded == [_B]
 
 
@@ -593,17 +590,15 @@ def test_cached_frames_are_not_encoded_again(bench, monkeypatch):
 def test_a_placeholder_that_a_model_wrote_is_a_word(bench, opening, tail):
     """In a later turn, and as the last token of the prompt too."""
     ids, frames = written(opening)
-    request = Request(np.append(ids, tail).astype(np.int32), frames, Sampling(4), (1,))
-    ((sample,),) = bench.engine().generate([request])
-    expected = bench.reference.answer(request, 1, version=0, like=sample)
+    request = Request(np.append(ids, tail).astype(np.int32), frames, Sampling(4), 1)
+    (sample,) = bench.engine().generate([request])
+    expected = bench.reference.answer(request, version=0, like=sample)
     assert sample.ids.tolist() == expected.ids.tolist()
     np.testing.assert_allclose(sample.logprobs, expected.logprobs, atol=1e-4)
 
 
 def test_what_cannot_go_on_is_refused(bench):
-    whole = Request(np.array(_TEXT, np.int32), (), Sampling(4), (5,))
-    ((begun,),) = bench.engine().generate([whole])
-    with pytest.raises(ValueError, match=r"Request.begun: one response for 2 seeds"):
-        dataclasses.replace(whole, seeds=(1, 2), begun=begun)
+    whole = Request(np.array(_TEXT, np.int32), (), Sampling(4), 5)
+    (begun,) = bench.engine().generate([whole])
     with pytest.raises(ValueError, match=r"Request.begun: 4 tokens, and .* is 3"):
         dataclasses.replace(whole, sampling=Sampling(3), begun=begun)

@@ -174,7 +174,7 @@ def play_batch(
     vocabulary = battle.fuzzer.vocabulary
 
     def say(request: Request) -> list[int] | Cut:
-        ids, stop = battle.fuzzer.line(request.seeds[0], request.sampling.max_new_tokens)
+        ids, stop = battle.fuzzer.line(request.seed, request.sampling.max_new_tokens)
         return ids if stop is None else Cut(ids, stop)
 
     sampler = Scripted(vocabulary, say, say)
@@ -198,7 +198,7 @@ def play_batch(
     ]
     episodes = run(sampler, agents)
     said = {
-        request.seeds[0]: (request, sample)
+        request.seed: (request, sample)
         for request, sample in zip(sampler.asked, sampler.said, strict=True)
     }
     assert len(said) == len(sampler.asked)
@@ -453,7 +453,7 @@ class Possessed:
             vocabulary[f"<|{name}|>"]
             for name in ("image_pad", "vision_start", "image_pad", "video_pad", "im_start")
         ]
-        line, _ = self.fuzzer.line(request.seeds[0], request.sampling.max_new_tokens)
+        line, _ = self.fuzzer.line(request.seed, request.sampling.max_new_tokens)
         return [*strange, vocabulary.size, *line]
 
     def submit(self, request: Request) -> int:
@@ -464,9 +464,9 @@ class Possessed:
         return ticket
 
     def step(self) -> list[Completion]:
-        answers = [((True, ticket), samples) for ticket, samples in self.script.step()]
-        answers += [((False, ticket), samples) for ticket, samples in self.engine.step()]
-        return [(self.owner.pop(key), samples) for key, samples in answers]
+        answers = [((True, ticket), sample) for ticket, sample in self.script.step()]
+        answers += [((False, ticket), sample) for ticket, sample in self.engine.step()]
+        return [(self.owner.pop(key), sample) for key, sample in answers]
 
     def cancel(self, ticket: int) -> None:
         for (scripted, inner), outer in list(self.owner.items()):

@@ -126,7 +126,7 @@ def test_episodes_have_seeds_that_depend_on_question_and_run_only(
         figures, _, _ = evaluate(sampler, small_environment, questions, setting, seed)
         assert figures["n"] == len(questions)
         first_turns = [request for request, _ in sampler.main if sampler.is_first(request)]
-        return [seed for request in first_turns for seed in request.seeds]
+        return [request.seed for request in first_turns]
 
     first = seeds(small_questions[:3])
     assert len(set(first)) == 3
