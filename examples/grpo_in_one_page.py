@@ -45,11 +45,11 @@ from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
 from train.data import Data
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import StepRoom, StepShape
-from train.learn.placement import put_vectors
+from train.learn.placement import Bank, put_vectors
 from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rollouts import Rollouts, ScoredGroup, describe
 from train.learn.sft import SFTBatches, SFTSettings, make_sft_updater, sft_step
-from train.learn.update import init_state, make_logprobs, make_update, score_rollouts
+from train.learn.update import Updater, init_state, make_logprobs, score_rollouts
 
 # Videos of 128 seconds, in four coloured scenes. A digit appears in a scene for 2 to 4 seconds.
 WORLD = videos.WorldSettings(train_videos=600, digit_width=20, digit_height=28, jitter=0)
@@ -152,7 +152,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     data = Data(ROOT, vocabulary, conversations=demonstrations, lengths=token_counts)
     skeleton, weights = cold_start(model, environment, data, cold_start_steps, seed)
 
-    # GRPO needs an engine, reference weights, and jitted `update`, `logprobs` and `advantages`.
+    # GRPO needs an engine, reference weights, an updater, and jitted `logprobs` and `advantages`.
     def loss(decoder, visual, rows, batch):
         # A micro-batch has some of the rollouts; the others have -1 in its index.
         logprobs = score_rollouts(decoder, visual, rows, TEMPERATURE)
@@ -165,8 +165,8 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     engine = Engine(model, features, sizes)
     reference = jax.tree.map(jnp.copy, weights)  # a copy: updates donate the weights
     optimizer = make_optimizer(ADAM)
-    state = init_state(weights, optimizer)
-    update = make_update(skeleton, optimizer, loss, state)
+    updater = Updater(skeleton, init_state(weights, optimizer), optimizer, loss)
+    state = updater.start
     logprobs = make_logprobs(skeleton, TEMPERATURE, mesh)
     advantages = jax.jit(lambda batch: compute_advantages(batch, GRPO, REWARDS.gamma))
     shape = StepShape(PROMPTS, GROUP, longest)
@@ -176,16 +176,14 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         rollouts = roll_out(engine, environment, next(question_batches), step, seed)
         # Packed rows of the sampled tokens, and their log-probs under the reference weights.
         laid_out = lay_out(rollouts, environment, room)
-        bank = put_vectors([laid_out.visual], shape.slots(1, 1), mesh)
+        bank = put_vectors([laid_out.visual], shape.room(1, 1).slots, mesh)
         # A token is in one micro-batch, and 0 in all others.
         by_reference = sum(logprobs(reference, bank, rows) for rows in laid_out.microbatches)
         batch = dataclasses.replace(laid_out.grpo, reference=by_reference)
         # Advantages of every token, one update, and the new weights into the engine.
         rl_batch = RLBatch(batch, advantages(batch)[0], batch_totals(batch))
-        gradients = update.start(state.weights)
-        for rows in laid_out.microbatches:
-            gradients, _ = update.add(state.weights, gradients, bank, rows, rl_batch)
-        state, grad_norm = update.apply(state, gradients)
+        gradients, _ = updater.gradients(state.weights, Bank(bank), laid_out.microbatches, rl_batch)
+        state, grad_norm = updater.apply(state, gradients)
         engine.load(state.weights, version=step + 1)  # `apply` donated the old ones
         history.append(describe(rollouts) | {"grad_norm": float(grad_norm)})
         names = ("accuracy", "compliance", "calls", "reward/total", "grad_norm")

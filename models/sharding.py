@@ -10,12 +10,14 @@ have the rows of the replica, and `data` shards nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -173,6 +175,21 @@ def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     # An array that no one has placed goes where the others are.
     sharding = x.sharding if x.committed else None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def zeros(abstract: Any) -> Any:
+    """Return arrays of zeros, like the abstract ones of a tree."""
+    leaves, structure = jax.tree.flatten(abstract)
+    return jax.tree.unflatten(structure, _zeros_program(*leaves)())
+
+
+# Cached: a new function would compile again.
+@functools.cache
+def _zeros_program(*leaves: jax.ShapeDtypeStruct) -> Callable[[], tuple[jax.Array, ...]]:
+    def make_zeros() -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves)
+
+    return jax.jit(make_zeros, out_shardings=tuple(leaf.sharding for leaf in leaves))
 
 
 def constrain(x: T, *axes: Axes) -> T:

@@ -420,7 +420,7 @@ class _Memory:
         """Return what an update of RL needs."""
         shape, mesh = self.run.rl_shape, self.run.mesh
         # Every replica has the visual vectors of the whole step.
-        slots = shape.slots(self.devices.hosts, self.row_devices)
+        slots = shape.room(self.devices.hosts, self.row_devices).slots
         vectors = mesh.data * slots * self.visual
         pieces = row_pieces(self.config.text, mesh.fsdp, mesh.tensor)
         largest = shape.microbatches(rl.microbatch_tokens, self.row_devices, pieces)[0]

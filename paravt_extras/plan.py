@@ -44,8 +44,8 @@ from rollout.engine.runner import ModelRunner
 from train.cli import parse
 from train.learn.batch import Microbatch, build
 from train.learn.optimizer import make_optimizer
-from train.learn.packing import PackedMicrobatch
-from train.learn.placement import Bank, VisualRoom, bank_sharding, row_pieces, shardings
+from train.learn.packing import PackedMicrobatch, VisualRoom
+from train.learn.placement import Bank, bank_sharding, row_pieces, shardings
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch, empty_step
 from train.learn.sft import sft_loss
@@ -140,7 +140,7 @@ def sft_step(planned: PlannedModel) -> PlannedStep:
     optimizer = make_optimizer(run.sft.optimizer, schedule=run.sft.learning_rate)
     state, room = planned.state(optimizer), shape.room(devices)
     several = shape.microbatches > 1
-    updater = Updater(planned.skeleton, state, optimizer, sft_loss(run.sft), room, several)
+    updater = Updater(planned.skeleton, state, optimizer, sft_loss(run.sft), room.slots, several)
     packed = PackedMicrobatch(shape.microbatch, ())
     microbatch = build(packed, [], planned.config, shape.rows, shape.tokens)
     # Conversations share no prompts.
@@ -156,10 +156,10 @@ def rl_step(planned: PlannedModel) -> PlannedStep:
     assert run.rl is not None, f"{run.name} has no RL"
     shape, devices = run.rl_shape, row_devices(mesh)
     processes = len({device.process_index for device in mesh.devices.flat})
-    room = VisualRoom(shape.slots(processes, devices), shape.frames(processes, devices))
+    room = shape.room(processes, devices)
     optimizer = make_optimizer(run.rl.optimizer, run.model.dtype)
     state = planned.state(optimizer)
-    updater = Updater(planned.skeleton, state, optimizer, rl_loss(run.rl), room)
+    updater = Updater(planned.skeleton, state, optimizer, rl_loss(run.rl), room.slots)
     pieces = row_pieces(planned.config.text, mesh.shape["fsdp"], mesh.shape["tensor"])
     sizes = shape.microbatches(run.rl.microbatch_tokens, devices, pieces)
     microbatches, played = empty_step(shape, sizes, planned.config, run.rl.max_staleness > 0)

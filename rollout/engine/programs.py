@@ -17,9 +17,7 @@ All shapes come from `EngineSizes`, so after each program was compiled once noth
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 from models.attention import DenseCache, PagedCache, RowLayout, Shared
 from models.lora import split
 from models.model import VisionLanguageModel
-from models.sharding import MeshProgram, mesh_of
+from models.sharding import MeshProgram, mesh_of, zeros
 from models.text import KV, TextDecoder, VisualBank
 from rollout.engine.pages import page_count
 from rollout.engine.sampling import Choices, sample
@@ -174,7 +172,7 @@ class Programs:
     def make_pool(self, pages: int) -> Pool:
         """Return a pool of `pages` pages filled with zeros, and one more page for padding to
         read."""
-        return _zeros(self.abstract_pool(pages))
+        return zeros(self.abstract_pool(pages))
 
     def abstract_prefixes(self, blocks: int, length: int) -> Prefixes:
         """Return the shapes, types and shardings of `make_prefixes`."""
@@ -188,7 +186,7 @@ class Programs:
 
     def make_prefixes(self, blocks: int, length: int) -> Prefixes:
         """Return arrays of zeros for one prefix of up to `length` tokens per block."""
-        return _zeros(self.abstract_prefixes(blocks, length))
+        return zeros(self.abstract_prefixes(blocks, length))
 
     def bank_shape(self, tokens: int) -> tuple[int, int, int]:
         """Return the shape of a bank for up to `tokens` visual tokens, in whole chunks."""
@@ -201,7 +199,7 @@ class Programs:
 
     def make_bank(self, tokens: int) -> Bank:
         """Return a bank of zeros for up to `tokens` visual tokens."""
-        return _zeros(self.abstract_bank(tokens))
+        return zeros(self.abstract_bank(tokens))
 
     def _fill(self, bank: Bank, chunk: Float[Any, "n c d"], first: Int[Any, ""]) -> Bank:
         """Write `chunk` to the bank's vectors from `first` on."""
@@ -369,21 +367,6 @@ class Programs:
         # Columns from `width` on hold the new tokens. Write them after the row's own tokens.
         new = KV(*cache.since(width))
         return self._write(pool, new, rows.tables, rows.own_tokens, counts), drawn
-
-
-def _zeros(abstract: Any) -> Any:
-    """Return arrays of zeros, like the abstract ones of a tree."""
-    leaves, structure = jax.tree.flatten(abstract)
-    return jax.tree.unflatten(structure, _make_zeros(*leaves)())
-
-
-# Cached: the engine allocates again after every sleep, and a new function would compile again.
-@functools.cache
-def _make_zeros(*leaves: jax.ShapeDtypeStruct) -> Callable[[], tuple[Array, ...]]:
-    def zeros() -> tuple[Array, ...]:
-        return tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves)
-
-    return jax.jit(zeros, out_shardings=tuple(leaf.sharding for leaf in leaves))
 
 
 def difference(weights: Any, expected: Any) -> str:

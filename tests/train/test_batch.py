@@ -13,7 +13,7 @@ from models.qwen3_vl.sizes import tiny
 from models.rope import mrope_positions, visual_index
 from paravt_jax.method.accuracy import Rules
 from paravt_jax.method.records import Author, Segment, Trajectory
-from train.learn.batch import Group, Microbatch, build, mismatches, prompt_segments
+from train.learn.batch import Group, Microbatch, build, mismatches
 from train.learn.packing import Chunk, MicrobatchShape, PackedMicrobatch
 from train.learn.rollouts import Actor, begin, roll_out
 
@@ -138,7 +138,7 @@ def test_the_index_has_a_rollout_from_the_last_token_of_its_prompt_on(groups, pa
     present = members(packed, groups)
     for group, number in present:
         trajectory = group.trajectories[number]
-        prompt = sum(len(segment.ids) for segment in prompt_segments(trajectory))
+        prompt = int((trajectory.authors == Author.PROMPT).argmin())
         tokens = tokens_of(batch, group.rollout + number)
         assert (np.asarray(batch.index)[group.rollout + number, len(tokens) :] == -1).all()
         ids = np.asarray(batch.ids).reshape(-1)[tokens]
@@ -238,14 +238,3 @@ def test_a_rollout_that_sees_another_is_counted(batch, groups, packed):
         second = groups[chunk.group].rollout + chunk.members[1]
         wrong = changed(batch, "starts", tokens_of(batch, second), -1)
         assert mismatches([wrong], groups) == 1
-
-
-def test_the_pinned_think_is_no_part_of_a_prompt():
-    """It belongs to the response, so members of a group do not share it."""
-    segments = [
-        Segment(np.array([7, 8], np.int32), Author.PROMPT),
-        Segment(np.array([9], np.int32), Author.PINNED),
-        Segment(np.array([5], np.int32), Author.MODEL, np.zeros(1, np.float32)),
-    ]
-    found = prompt_segments(Trajectory(tuple(segments)))
-    assert [segment.author for segment in found] == [Author.PROMPT]

@@ -26,6 +26,7 @@ from train.learn.conversation_rows import (
     render_rows,
 )
 from train.learn.optimizer import OptimizerSettings
+from train.learn.placement import BankPlacer
 from train.learn.sft import SFTSettings, make_sft_updater
 from train.learn.update import make_logprobs
 
@@ -119,7 +120,7 @@ def test_micro_batches_give_the_gradients_of_one(model, features, rendered):
         assert shape.microbatches == limit
         own = lay_out_rows(rows, features, shape, devices=1)
         updater = make_sft_updater(skeleton, on_mesh(weights), settings, shape)
-        bank = updater.put_bank(own.visual, own.grids)
+        bank = BankPlacer(updater.mesh, shape.room(devices=1), None)(own.visual, own.grids)
         batch = jnp.asarray(own.mask)
         parts = own.microbatches
         gradients, metrics = updater.gradients(updater.start.weights, bank, parts, batch)

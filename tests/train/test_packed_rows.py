@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,11 +36,11 @@ from paravt_jax.method.structure import Kind, pad_structures
 from train.learn.batch import Group, build
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import MicrobatchShape, pack
-from train.learn.placement import put, put_whole
+from train.learn.placement import Bank, put
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
-from train.learn.update import init_state, make_logprobs, make_update
+from train.learn.update import Updater, init_state, make_logprobs
 
 IMAGE = 63
 TEXT = TextConfig(
@@ -308,7 +307,7 @@ def layouts() -> Layouts:
     optimizer = make_optimizer(OptimizerSettings())
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
     skeleton = Skeleton(graph)
-    update = make_update(skeleton, optimizer, rl_loss(SETTINGS), state)
+    updater = Updater(skeleton, state, optimizer, rl_loss(SETTINGS))
     score = make_logprobs(skeleton, SETTINGS.temperature, mesh)
 
     def loss(weights, arrays, batch, advantages):
@@ -327,22 +326,20 @@ def layouts() -> Layouts:
 
     def placed(step, sizes):
         microbatches, visual = pack_step(step, sizes)
-        visual = put({"visual": visual}, mesh)["visual"]
-        return [put_whole(part, mesh) for part in microbatches], visual
+        bank: Any = put({"visual": visual}, mesh)
+        return [put(each, mesh, whole=True) for each in microbatches], bank["visual"]
 
     def packed(step, sizes):
         batch = grpo_batch(step)
         advantages = jitted_advantages()(batch)
-        whole = put_whole(RLBatch(batch, advantages, batch_totals(batch)), mesh)
+        whole = put(RLBatch(batch, advantages, batch_totals(batch)), mesh, whole=True)
         microbatches, visual = placed(step, sizes)
-        total = update.start(state.weights)
-        metrics: dict[str, float] = {}
-        for part in microbatches:
-            total, found = update.add(state.weights, total, visual, part, whole)
-            for name, value in found.items():
-                join = max if name.endswith("_max") else operator.add
-                metrics[name] = join(metrics.get(name, 0.0), float(value))
-        return metrics, total
+        gradients, metrics = updater.gradients(state.weights, Bank(visual), microbatches, whole)
+        figures = {
+            name: (max if name.endswith("_max") else sum)(map(float, values))
+            for name, values in metrics.items()
+        }
+        return figures, gradients
 
     def packed_logprobs(step, sizes):
         microbatches, visual = placed(step, sizes)

@@ -183,4 +183,4 @@ def test_figures_of_a_step():
 def test_each_device_has_its_part_of_the_slots(processes, devices, slots):
     """A process plays at most two of three prompts."""
     shape = StepShape(groups=3, rollouts=4, limits=LENGTHS)
-    assert shape.slots(processes, devices) == slots
+    assert shape.room(processes, devices).slots == slots

@@ -45,7 +45,7 @@ PROGRAMS = {
         "_decode",
         "logprobs",
         "advantages",
-        "zero_gradients",
+        "make_zeros",
         "add_gradients",
         "apply_gradients",
     },

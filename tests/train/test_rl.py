@@ -23,7 +23,6 @@ from paravt_jax.processes import hosts
 from rollout.engine.requests import Sample, SampleStop
 from tests.compiled_names import CompiledNames
 from tests.train.steps import road_learner, take_step, take_whole_step
-from train.learn.batch import prompt_segments
 from train.learn.packing import StepRoom, StepShape
 from train.learn.rl import Learner
 from train.learn.rl_batch import LaidOut, lay_out
@@ -157,11 +156,11 @@ def test_the_engine_sleeps_during_the_update(road, small, learner, start, monkey
         )
 
     updater = learner.updater
-    programs = {name: watched(name, each) for name, each in updater.programs._asdict().items()}
     monkeypatch.setattr(learner, "logprobs", watched("logprobs", learner.logprobs))
-    monkeypatch.setattr(updater, "programs", updater.programs._replace(**programs))
+    monkeypatch.setattr(updater, "add", watched("add", updater.add))
+    monkeypatch.setattr(updater, "apply", watched("apply", updater.apply))
     take_step(learner, start, sampler, road.environment, road.data.questions[:2])
-    assert {name for name, _ in seen} == {"logprobs", "start", "add", "apply"}
+    assert {name for name, _ in seen} == {"logprobs", "add", "apply"}
     assert not any(awake for _, awake in seen) and sampler.awake
 
 
@@ -303,7 +302,7 @@ def test_processes_lay_out_the_same_rows_and_their_own_frames(
         for a, b in zip(jax.tree.leaves(step.grpo), jax.tree.leaves(whole.grpo), strict=True):
             np.testing.assert_array_equal(a, b)
     # The bank is the parts of both, in order; every token finds the vectors that it had.
-    room = shape.slots(2, 2)
+    room = shape.room(2, 2).slots
     padding = [(0, room), (0, 0), (0, 0)]
     bank = np.concatenate([np.pad(step.visual, padding)[:room] for step in found])
     (part,), (single,) = found[0].microbatches, whole.microbatches
@@ -319,8 +318,7 @@ def whole_grids(road, rollouts) -> dict:
     """The grids of all prompts, by the number of the prompt."""
     features = road.environment.features
     mains = [group.episodes[0].trajectory for group in rollouts.groups]
-    prompts = [[frame for segment in prompt_segments(t) for frame in segment.frames] for t in mains]
-    return {n: tuple(map(features.grid, frames)) for n, frames in enumerate(prompts)}
+    return {n: tuple(map(features.grid, main.frames)) for n, main in enumerate(mains)}
 
 
 def test_a_group_whose_frames_can_no_longer_be_read_is_left_out(road, small, shape, monkeypatch):
@@ -342,6 +340,8 @@ def test_a_group_whose_frames_can_no_longer_be_read_is_left_out(road, small, sha
     alone = laid_out(road, rollouts.without([0]), shape)
     np.testing.assert_array_equal(step.grpo.rewards, alone.grpo.rewards)
     np.testing.assert_array_equal(step.grpo.mask, alone.grpo.mask)
+    with pytest.raises(ValueError, match="rl: no question of the step has a readable video"):
+        laid_out(road, rollouts.without([1]), shape)
 
 
 def test_the_gap_is_that_of_the_current_weights(road, small, shape):
@@ -396,7 +396,7 @@ def test_every_size_is_compiled_before_the_first_step(road, small, start, update
     compile_ahead(programs)
     names = CompiledNames()
     cut.warm_up(start.weights, road.environment.features)
-    sizes = (cut.logprobs.jitted, cut.updater.programs.add.jitted)
+    sizes = (cut.logprobs.jitted, cut.updater.add.jitted)
     compiled = [program._cache_size() for program in sizes]
     assert compiled == [len(cut.room.sizes), updates * len(cut.room.sizes)]
     sampler = small.Script(road)
@@ -464,6 +464,6 @@ def test_invalid_settings_are_refused(change, message):
 
 def test_the_norm_of_an_update_is_that_of_its_gradients(road):
     updater = road_learner(road).updater
-    ones = jax.tree.map(jnp.ones_like, updater.programs.start(updater.start.weights))
+    ones = jax.tree.map(jnp.ones_like, updater.start.weights)
     _, norm = updater.apply(updater.start, ones)
     assert norm == pytest.approx(np.sqrt(sum(x.size for x in jax.tree.leaves(ones))), rel=1e-5)

@@ -37,13 +37,12 @@ from train.learn import update as updates
 from train.learn.batch import Group, build
 from train.learn.conversation_rows import Rendered, RowsShape, lay_out_rows
 from train.learn.optimizer import OptimizerSettings, make_optimizer
-from train.learn.packing import StepShape, pack
+from train.learn.packing import StepShape, VisualRoom, pack
 from train.learn.placement import (
+    Bank,
     BankPlacer,
-    VisualRoom,
     bank_sharding,
     put,
-    put_whole,
     replicas,
     row_pieces,
     sums_sharding,
@@ -52,7 +51,7 @@ from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings, make_sft_updater
-from train.learn.update import init_state, make_update, make_vision_programs, to_floats
+from train.learn.update import Updater, init_state, make_vision_programs, to_floats
 
 # Weights move by up to LEARNING_RATE in the step, and may differ by BOUND.
 LEARNING_RATE = 1e-2
@@ -210,18 +209,17 @@ def rl_step(
     with jax.set_mesh(mesh):
         advantages, _ = compute_advantages(batch, settings.grpo, settings.rewards.gamma)
         whole = RLBatch(batch, advantages, batch_totals(batch))
-    update = make_update(Skeleton(graph, base), optimizer, rl_loss(settings), state)
-    total = update.start(state.weights)
-    parts: dict[str, list[np.ndarray]] = {}
-    for part in packed:
-        microbatch = put_whole(build(part, groups(), config, SHAPE.rows, SHAPE.suffix), mesh)
-        total, found = update.add(state.weights, total, visual, microbatch, whole)
-        for name, value in found.items():
-            parts.setdefault(name, []).append(np.asarray(value))
+    updater = Updater(Skeleton(graph, base), state, optimizer, rl_loss(settings))
+    microbatches = [
+        put(build(each, groups(), config, SHAPE.rows, SHAPE.suffix), mesh, whole=True)
+        for each in packed
+    ]
+    gradients, metrics = updater.gradients(state.weights, Bank(visual), microbatches, whole)
     figures: dict[str, Any] = {
-        name: (max if name.endswith("_max") else sum)(values) for name, values in parts.items()
+        name: (max if name.endswith("_max") else sum)(map(np.asarray, values))
+        for name, values in metrics.items()
     }
-    state, figures["grad_norm"] = update.apply(state, total)
+    state, figures["grad_norm"] = updater.apply(state, gradients)
     print(f"{len(packed)} micro-batches, rows in {pieces} pieces")
     return state, figures
 
@@ -271,7 +269,7 @@ def sft_step(
     updater = make_sft_updater(Skeleton(graph, base), placed, settings, shape)
     rows = tuple(put(part, mesh) for part in own.microbatches)
     batch = put(own.mask, mesh)
-    bank = updater.put_bank(own.visual, own.grids)
+    bank = BankPlacer(mesh, shape.room(devices), None)(own.visual, own.grids)
     gradients, metrics = updater.gradients(updater.start.weights, bank, rows, batch)
     state, norm = updater.apply(updater.start, gradients)
     return state, to_floats(metrics | {"grad_norm": [norm]})

@@ -121,7 +121,7 @@ def test_the_gradient_of_a_step_is_that_of_one_function_of_all_trained_weights(
     patches = patches_of(thawed, frames)
     layout = frame_layout(features.grid(frames[0]), thawed.model.config.vision)
     loss = rl_loss(rl)
-    room = thawed.run.rl_shape.slots(1, 1)
+    room = thawed.run.rl_shape.room(1, 1).slots
 
     def whole(weights):
         text, vision = split_vision(weights)

@@ -74,7 +74,7 @@ def test_the_second_gradient_is_that_of_the_first_updates_weights(road, small, u
     )
     shape, mesh = road.run.rl_shape, make_mesh(1, 1, 1)
     step = lay_out(trained.rollouts, road.environment, learner.room)
-    visual = put_vectors([step.visual], shape.slots(1, 1), mesh)
+    visual = put_vectors([step.visual], shape.room(1, 1).slots, mesh)
     before: Any = sum(learner.logprobs(road.fresh(), visual, part) for part in step.microbatches)
     # The reference is what the step began with.
     played_again = dataclasses.replace(step.grpo, reference=before)

@@ -17,7 +17,6 @@ predicts their first sampled token.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, no_type_check
 
@@ -29,7 +28,8 @@ from jaxtyping import Int
 from models.attention import RowLayout
 from models.config import ModelConfig
 from models.rope import mrope_positions, next_position, visual_index
-from paravt_jax.method.records import Author, Segment, Trajectory, digest
+from paravt_jax.method.records import Author, Trajectory, digest
+from rollout.agent.episode import split_prompt
 from train.learn.packing import Chunk, GroupLengths, MicrobatchShape, PackedMicrobatch
 
 Array = np.ndarray | jax.Array
@@ -81,19 +81,13 @@ class Group(NamedTuple):
     @property
     def prompt(self) -> Int[np.ndarray, " s"]:
         """The ids of the prompt, without its last token."""
-        segments = prompt_segments(self.trajectories[0])
-        return np.concatenate([segment.ids for segment in segments])[:-1]
+        return split_prompt(self.trajectories[0])[0]
 
     @property
     def lengths(self) -> GroupLengths:
         """What `packing.pack` needs to know."""
         prompt = len(self.prompt)
         return GroupLengths(prompt, tuple(len(t.ids) - prompt for t in self.trajectories))
-
-
-def prompt_segments(trajectory: Trajectory) -> tuple[Segment, ...]:
-    """Return the segments before an agent's first response."""
-    return tuple(itertools.takewhile(lambda s: s.author is Author.PROMPT, trajectory.segments))
 
 
 def build(
@@ -155,11 +149,12 @@ def _write_row(
     # the row, by which kernels skip tiles (`visible_tiles`).
     ordered = sorted(chunks, key=lambda chunk: len(chunk.members) == 1)
     shared_first = list(enumerate(ordered, 1))
-    prompts: dict[int, _Tokens] = {}
+    prompts: dict[int, PackedTokens] = {}
     for segment, chunk in shared_first:
-        prompts[segment] = _prompt_tokens(groups[chunk.group], config)
+        group = groups[chunk.group]
+        prompts[segment] = shown_tokens(group.prompt, group.grids, group.slot, config)
         if len(chunk.members) > 1:
-            end = _write(arrays, row, end, end, segment, prompts[segment])
+            end = write(arrays, row, end, end, segment, prompts[segment])
     arrays["shared"][row] = end
     for segment, chunk in shared_first:
         group = groups[chunk.group]
@@ -167,38 +162,49 @@ def _write_row(
         for member in chunk.members:
             begin = end
             if len(chunk.members) == 1:
-                end = _write(arrays, row, end, begin, segment, prompt)
+                end = write(arrays, row, end, begin, segment, prompt)
             suffix = _suffix_tokens(group.trajectories[member], prompt)
             indices = row * arrays["ids"].shape[1] + end + np.arange(len(suffix.ids))
             index[group.rollout + member, : len(indices)] = indices
-            end = _write(arrays, row, end, begin, segment, suffix)
+            end = write(arrays, row, end, begin, segment, suffix)
 
 
-class _Tokens(NamedTuple):
-    """Tokens to write side by side."""
+class PackedTokens(NamedTuple):
+    """Tokens that stand side by side in a row."""
 
     ids: Int[np.ndarray, " n"]
     positions: Int[np.ndarray, "3 n"]
     slots: Int[np.ndarray, " n"]
 
 
-def _prompt_tokens(group: Group, config: ModelConfig) -> _Tokens:
-    ids = group.prompt
+def shown_tokens(
+    ids: Int[np.ndarray, " n"],
+    grids: Sequence[tuple[int, int]],
+    slot: int,
+    config: ModelConfig,
+) -> PackedTokens:
+    """Return tokens from position 0 on, whose frames have their vectors in the bank from `slot`
+    on."""
     slots = visual_index(ids, config.image_token_id)
-    slots = np.where(slots < 0, -1, group.slot + slots)
-    return _Tokens(ids, mrope_positions(ids, group.grids, config), slots)
+    slots = np.where(slots < 0, -1, slot + slots)
+    return PackedTokens(ids, mrope_positions(ids, grids, config), slots)
 
 
-def _suffix_tokens(trajectory: Trajectory, prompt: _Tokens) -> _Tokens:
+def _suffix_tokens(trajectory: Trajectory, prompt: PackedTokens) -> PackedTokens:
     ids = trajectory.ids[len(prompt.ids) :]
     # Only prompts have frames, so positions advance by one in all three components. A frame's
     # tokens share positions, so the first one is not the prompt's length.
     positions = next_position(prompt.positions) + np.arange(len(ids))
-    return _Tokens(ids, np.broadcast_to(positions, (3, len(ids))), np.full(len(ids), -1))
+    return PackedTokens(ids, np.broadcast_to(positions, (3, len(ids))), np.full(len(ids), -1))
 
 
-def _write(
-    arrays: dict[str, np.ndarray], row: int, offset: int, begin: int, segment: int, tokens: _Tokens
+def write(
+    arrays: dict[str, np.ndarray],
+    row: int,
+    offset: int,
+    begin: int,
+    segment: int,
+    tokens: PackedTokens,
 ) -> int:
     """Write tokens of the segment that begins at `begin`; returns the offset after them."""
     end = offset + len(tokens.ids)

@@ -26,14 +26,12 @@ from jaxtyping import Bool, Float, Shaped
 
 from models.config import VisionConfig
 from models.features import FrameFeatures, FrameSettings
-from models.rope import mrope_positions, visual_index
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.conversations import Conversation, render
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Author, Trajectory
-from train.learn.batch import Microbatch, padding
-from train.learn.packing import MicrobatchShape
-from train.learn.placement import VisualRoom
+from train.learn.batch import Microbatch, padding, shown_tokens, write
+from train.learn.packing import MicrobatchShape, VisualRoom
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,30 +178,23 @@ def lay_out_rows(
     grids: list[tuple[int, int]] = []
     for r, row in enumerate(rows):
         _check(sum(len(trajectory.ids) for trajectory, _ in row), shape.tokens, "tokens")
-        first, shown = 0, []
+        end, first_slot, first_frame = 0, slot, len(grids)
         for segment, (trajectory, cached) in enumerate(row, 1):
-            written = slice(first, first + len(trajectory.ids))
             own = [features.grid(frame) for frame in trajectory.frames]
-            config = features.config
-            arrays["ids"][r, written] = trajectory.ids
-            arrays["segments"][r, written] = segment
-            arrays["positions"][:, r, written] = mrope_positions(trajectory.ids, own, config)
-            mask[r, written] = trajectory.authors == Author.MODEL
+            tokens = shown_tokens(trajectory.ids, own, slot, features.config)
+            begin, end = end, write(arrays, r, end, end, segment, tokens)
+            mask[r, begin:end] = trajectory.authors == Author.MODEL
+            visual = int((tokens.slots >= 0).sum())
+            held = 0 if cached is None else len(cached)
+            # Vectors follow each other without gaps: one too many would shift all after it.
+            assert held == visual, f"{held} vectors for {visual} visual tokens"
             vectors += [] if cached is None else [cached]
-            shown += own
-            first = written.stop
-        index = visual_index(arrays["ids"][r], features.config.image_token_id)
-        arrays["visual_index"][r] = np.where(index < 0, -1, slot + index)
-        visual = int((index >= 0).sum())
+            grids += own
+            slot += visual
         changed = "prepare the data again: files have changed"
-        _check(visual, shape.visual, "visual", changed)
-        held = sum(len(cached) for _, cached in row if cached is not None)
-        # Vectors follow each other without gaps, so a row with others would shift all after it.
-        assert held == visual, f"{held} vectors for {visual} visual tokens"
+        _check(slot - first_slot, shape.visual, "visual", changed)
         if shape.frames:
-            _check(len(shown), shape.frames, "frames", changed)
-        slot += visual
-        grids += shown
+            _check(len(grids) - first_frame, shape.frames, "frames", changed)
     microbatches = tuple(_microbatch(arrays, shape, number) for number in range(shape.microbatches))
     return OwnRows(microbatches, mask, np.concatenate(vectors), tuple(grids))
 

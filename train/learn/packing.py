@@ -103,31 +103,31 @@ class StepShape:
         return self.limits.prompt + self.limits.response
 
     @property
-    def at_limits(self) -> list[GroupLengths]:
-        """The lengths of a step whose trajectories are all as long as they may be."""
-        group = GroupLengths(self.limits.prompt, (self.limits.response,) * self.rollouts)
-        return [group] * self.groups
-
-    @property
     def tokens(self) -> int:
         """Tokens of a step whose trajectories are all as long as they may be."""
-        return sum(group.prompt + sum(group.suffixes) for group in self.at_limits)
+        return self.groups * self.limits.prompt + self.rows * self.limits.response
 
-    def slots(self, processes: int, devices: int) -> int:
-        """Return the room, per device, for the visual vectors that one process may provide."""
-        return self._room(self.limits.visual, processes, devices)
-
-    def frames(self, processes: int, devices: int) -> int:
+    def room(self, processes: int, devices: int) -> VisualRoom:
         """Return the room, per device, for the frames that one process may provide."""
-        return self._room(self.limits.frames, processes, devices)
-
-    def _room(self, of_prompt: int, processes: int, devices: int) -> int:
-        count = math.ceil(self.groups / processes) * of_prompt
-        return max(1, math.ceil(count / (devices // processes)))
+        prompts, own_devices = math.ceil(self.groups / processes), devices // processes
+        slots, frames = (
+            max(1, math.ceil(prompts * count / own_devices))
+            for count in (self.limits.visual, self.limits.frames)
+        )
+        return VisualRoom(slots, frames)
 
     def microbatches(self, most: int, devices: int, pieces: int) -> tuple[MicrobatchShape, ...]:
         """Return the sizes of micro-batches of at most `most` tokens; see `microbatch_shapes`."""
         return microbatch_shapes(most, self.trajectory, self.tokens, devices, pieces)
+
+
+class VisualRoom(NamedTuple):
+    """Room, per device, for what one process may provide of the frames of a step."""
+
+    slots: int
+    """Visual tokens."""
+    frames: int = 0
+    """Frames. Only needed if the whole vision tower is trained."""
 
 
 class StepRoom(NamedTuple):

@@ -31,6 +31,7 @@ from models.config import TextConfig
 from models.sharding import MESH_AXES, ROWS, MeshProgram, row_devices
 from models.trained import TrainedVision
 from train.learn.batch import Microbatch
+from train.learn.packing import VisualRoom
 
 T = TypeVar("T")
 
@@ -137,25 +138,19 @@ def row_specs(batch: T, axes: str | tuple[str, ...]) -> T:
     return jax.tree_util.tree_map_with_path(of, batch)
 
 
-def put(batch: T, mesh: Mesh) -> T:
-    """Put this process's share of a batch on the mesh.
+def put(batch: T, mesh: Mesh, whole: bool = False) -> T:
+    """Put a batch on the mesh.
 
-    An array contains this process's own rows, which are joined in the order of processes, or the
-    full value of a replicated array.
+    Args:
+        batch: NumPy arrays.
+        mesh: The mesh of training.
+        whole: Whether every process has all rows. Otherwise each has its own, which are joined in
+            the order of processes. Replicated arrays are whole in any case.
     """
 
     def shard(leaf: Any, sharding: NamedSharding) -> jax.Array:
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
-
-    return jax.tree.map(shard, batch, shardings(batch, mesh))
-
-
-def put_whole(batch: T, mesh: Mesh) -> T:
-    """Put a batch on the mesh of which every process has all rows."""
-
-    def shard(leaf: Any, sharding: NamedSharding) -> jax.Array:
-        whole = np.asarray(leaf)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        own = np.asarray(leaf)
+        return jax.make_array_from_process_local_data(sharding, own, own.shape if whole else None)
 
     return jax.tree.map(shard, batch, shardings(batch, mesh))
 
@@ -175,15 +170,6 @@ def put_vectors(
         row[: len(vectors)] = vectors
     placed: Any = put({"visual": padded}, mesh)
     return placed["visual"]
-
-
-class VisualRoom(NamedTuple):
-    """Room, per device, for what one process may provide of the frames of a step."""
-
-    slots: int
-    """Visual tokens."""
-    frames: int = 0
-    """Frames. Only needed if the whole vision tower is trained."""
 
 
 class BankPlacer:
@@ -250,9 +236,9 @@ def _name(path: tuple) -> str:
 # --- replicas of the weights ---
 
 
-def replicas(mesh: Mesh | None) -> int:
+def replicas(mesh: Mesh) -> int:
     """Return the number of replicas of the weights."""
-    return 1 if mesh is None else mesh.shape[REPLICAS]
+    return mesh.shape[REPLICAS]
 
 
 def bank_sharding(mesh: Mesh) -> NamedSharding:
@@ -275,32 +261,27 @@ def make_bank_share(mesh: Mesh) -> MeshProgram:
     return MeshProgram(jax.jit(share_bank, out_shardings=bank_sharding(mesh)), mesh)
 
 
-def sums_sharding(sharding: Any, mesh: Mesh | None) -> Any:
+def sums_sharding(sharding: NamedSharding, mesh: Mesh) -> NamedSharding:
     """Return the sharding of gradients, given that of what they are of.
 
     Several replicas have a sum each: the first axis of gradients counts replicas.
     """
-    if mesh is None or replicas(mesh) == 1:
+    if replicas(mesh) == 1:
         return sharding
     return NamedSharding(mesh, PartitionSpec(REPLICAS, *sharding.spec))
 
 
-def sums_shape(shape: tuple[int, ...], mesh: Mesh | None) -> tuple[int, ...]:
-    """Return the shape of gradients, given that of what they are of."""
-    return shape if replicas(mesh) == 1 else (replicas(mesh), *shape)
-
-
-def sums_of(arrays: Any, mesh: Mesh | None) -> Any:
+def sums_of(arrays: Any, mesh: Mesh) -> Any:
     """Return the gradients of arrays as abstract arrays, in float32."""
 
     def one(x: Any) -> jax.ShapeDtypeStruct:
-        shape, sharding = sums_shape(x.shape, mesh), sums_sharding(x.sharding, mesh)
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        shape = x.shape if replicas(mesh) == 1 else (replicas(mesh), *x.shape)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sums_sharding(x.sharding, mesh))
 
     return jax.tree.map(one, arrays)
 
 
-def over_replicas(sums: Any, mesh: Mesh | None) -> Any:
+def over_replicas(sums: Any, mesh: Mesh) -> Any:
     """Return the sums over replicas: the one reduction of an update.
 
     With several replicas, the first axis of `sums` counts them.
@@ -310,7 +291,7 @@ def over_replicas(sums: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(lambda x: x.sum(0), sums)
 
 
-def in_replicas(function: Gradients, mesh: Mesh | None) -> Gradients:
+def in_replicas(function: Gradients, mesh: Mesh) -> Gradients:
     """Run `function` in every replica, each with its own rows of the batch.
 
     Args:

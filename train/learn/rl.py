@@ -29,7 +29,7 @@ from rollout.agent.episode import Environment
 from train.learn.batch import Microbatch
 from train.learn.optimizer import make_optimizer
 from train.learn.packing import StepRoom, StepShape
-from train.learn.placement import Bank, VisualRoom, put, put_whole, row_pieces
+from train.learn.placement import Bank, BankPlacer, put, row_pieces
 from train.learn.rl_batch import LaidOut, RLBatch, lay_out, lay_out_padding
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts
@@ -127,10 +127,11 @@ class Learner:
         dtype = skeleton.decoder(split_vision(weights)[0]).dtype
         self.reference = self._to_host(weights, dtype)
         optimizer = make_optimizer(settings.optimizer, dtype)
-        devices, processes = row_devices(mesh), jax.process_count()
-        visual = VisualRoom(shape.slots(processes, devices), shape.frames(processes, devices))
+        devices = row_devices(mesh)
+        visual = shape.room(devices=devices, processes=jax.process_count())
+        self._put_bank = BankPlacer(mesh, visual, skeleton.vision)
         start = init_state(weights, optimizer)
-        self.updater = Updater(skeleton, start, optimizer, rl_loss(settings), visual)
+        self.updater = Updater(skeleton, start, optimizer, rl_loss(settings), visual.slots)
         self.start = self.updater.start
         pieces = row_pieces(config.text, mesh.shape["fsdp"], mesh.shape["tensor"])
         sizes = shape.microbatches(settings.microbatch_tokens, devices, pieces)
@@ -156,15 +157,8 @@ class Learner:
         Raises:
             ValueError: No question has a readable video.
         """
-        laid_out = None
-        if rollouts.groups:
-            version = step if self.settings.max_staleness else None
-            laid_out = lay_out(rollouts, environment, self.room, version)
-        if laid_out is None or not laid_out.rollouts.groups:
-            raise ValueError(
-                f"rl: step {step} has no question with a readable video; check the data root"
-            )
-        return self._put(laid_out)
+        version = step if self.settings.max_staleness else None
+        return self._put(lay_out(rollouts, environment, self.room, version))
 
     def score(self, batch: StepBatch) -> ScoredBatch:
         """Return the batch with the log-probs of the reference, and advantages."""
@@ -263,8 +257,8 @@ class Learner:
         return self._with_advantages(self._put(empty))
 
     def _put(self, laid_out: LaidOut) -> StepBatch:
-        bank = self.updater.put_bank(laid_out.visual, laid_out.grids)
-        microbatches = tuple(put_whole(rows, self.mesh) for rows in laid_out.microbatches)
+        bank = self._put_bank(laid_out.visual, laid_out.grids)
+        microbatches = tuple(put(rows, self.mesh, whole=True) for rows in laid_out.microbatches)
         played = put(laid_out.grpo, self.mesh)
         return StepBatch(laid_out, bank, microbatches, played)
 

@@ -25,11 +25,11 @@ from models.config import ModelConfig
 from models.features import FrameFeatures
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo.batch import GRPOBatch, Totals
-from paravt_jax.method.records import Author, Frame, Trajectory
+from paravt_jax.method.records import Author, Frame
 from paravt_jax.method.structure import find_structure, pad_structures
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment, split_prompt
-from train.learn.batch import Group, Microbatch, build, mismatches, prompt_segments
+from train.learn.batch import Group, Microbatch, build, mismatches
 from train.learn.packing import (
     GroupLengths,
     MicrobatchShape,
@@ -81,19 +81,6 @@ class LaidOut(NamedTuple):
     `packing/filled`: share of these that are no padding."""
 
 
-class _Prompt(NamedTuple):
-    """Trajectories with a common prompt, and who provides its visual vectors."""
-
-    trajectories: tuple[Trajectory, ...]
-    process: int
-    """The process that provides their visual vectors."""
-
-    @property
-    def frames(self) -> list[Frame]:
-        segments = prompt_segments(self.trajectories[0])
-        return [frame for segment in segments for frame in segment.frames]
-
-
 def lay_out(
     rollouts: Rollouts,
     environment: Environment,
@@ -110,29 +97,36 @@ def lay_out(
         version: Version of the weights that are updated; None: they drew all tokens.
 
     Raises:
-        ValueError: There are more groups than `shape` has, a trajectory is longer than the largest
-            row, or the visual tokens of a process exceed its slots.
+        ValueError: No question has a readable video, there are more groups than `shape` has, a
+            trajectory is longer than the largest row, or the visual tokens of a process exceed its
+            slots.
     """
     features, vocabulary = environment.features, environment.protocol.vocabulary
     shape, sizes, devices = room
     processes = hosts.process_count()
-    prompts = _prompts(rollouts, shape, processes)
-    if len(prompts) > shape.groups:
-        raise ValueError(
-            f"batch.groups: {len(prompts)} of at most {shape.groups}; raise rl.prompts"
-        )
-    vectors, grids = _encode(prompts, features)
-    unreadable = [number for number in range(len(prompts)) if number not in grids]
+    count = len(rollouts.groups)
+    if not count:
+        raise ValueError("rl: no question of the step has a readable video; check the data root")
+    if count > shape.groups:
+        raise ValueError(f"batch.groups: {count} of at most {shape.groups}; raise rl.prompts")
+    trajectories = [
+        tuple(episode.trajectory for episode in group.episodes) for group in rollouts.groups
+    ]
+    providers = _providers([group.players for group in rollouts.groups], shape.groups, processes)
+    # Only prompts have frames, and a group has one prompt.
+    frames = [members[0].frames for members in trajectories]
+    vectors, grids = _encode(frames, providers, features)
+    unreadable = [number for number in range(count) if number not in grids]
     if unreadable:
         return lay_out(rollouts.without(unreadable), environment, room, version)
-    own_slots = shape.slots(processes, devices) * (devices // processes)
-    slots = _slots(prompts, grids, features, own_slots)
+    own_slots = shape.room(processes, devices).slots * (devices // processes)
+    slots = _slots(providers, grids, features, own_slots)
     none = np.zeros((0, *features.vector), features.dtype)
     visual = np.concatenate([none, *(x for _, x in sorted(vectors.items()) if x is not None)])
     own_grids = tuple(grid for number in sorted(vectors) for grid in grids[number])
     groups = [
-        Group(prompt.trajectories, n * shape.rollouts, grids[n], slots[n])
-        for n, prompt in enumerate(prompts)
+        Group(members, n * shape.rollouts, grids[n], slots[n])
+        for n, members in enumerate(trajectories)
     ]
     lengths = tuple(group.lengths for group in groups)
     microbatches = tuple(
@@ -156,12 +150,11 @@ def lay_out_padding(room: StepRoom, features: FrameFeatures, stale: bool = False
     """
     shape, sizes, devices = room
     processes = hosts.process_count()
-    slots = shape.slots(processes, devices) * (devices // processes)
+    slots, frames = (n * (devices // processes) for n in shape.room(processes, devices))
     grids: tuple[tuple[int, int], ...] = ()
     if features.trained is not None and features.trained.whole:
         # Frames of the greatest length.
         merge, tokens = features.config.vision.spatial_merge_size, features.trained.frame_tokens
-        frames = shape.frames(processes, devices) * (devices // processes)
         grids, slots = ((merge, merge * tokens),) * frames, frames * tokens
     visual = np.zeros((slots, *features.vector), features.dtype)
     microbatches, batch = empty_step(shape, sizes, features.config, stale)
@@ -178,16 +171,6 @@ def empty_step(
     version = 0 if stale else None
     batch = _grpo_batch(Rollouts(()), lambda _: b"", shape, version)
     return microbatches, batch
-
-
-def _prompts(rollouts: Rollouts, shape: StepShape, processes: int) -> list[_Prompt]:
-    """Return the prompts of all groups."""
-    players = [group.players for group in rollouts.groups]
-    providers = _providers(players, shape.groups, processes)
-    return [
-        _Prompt(tuple(episode.trajectory for episode in group.episodes), provider)
-        for group, provider in zip(rollouts.groups, providers, strict=True)
-    ]
 
 
 def _providers(players: Sequence[Sequence[int]], groups: int, processes: int) -> list[int]:
@@ -209,20 +192,21 @@ def _providers(players: Sequence[Sequence[int]], groups: int, processes: int) ->
 
 
 def _encode(
-    prompts: Sequence[_Prompt], features: FrameFeatures
+    frames: Sequence[tuple[Frame, ...]], providers: Sequence[int], features: FrameFeatures
 ) -> tuple[dict[int, np.ndarray | None], dict[int, tuple[tuple[int, int], ...]]]:
-    """Return the visual vectors of this process's prompts, and the grids of every prompt's frames.
+    """Return the visual vectors of the prompts that this process provides, and the grids of every
+    prompt's frames.
 
     Both are by the number of the prompt. Prompts with unreadable frames are missing.
     """
     vectors: dict[int, np.ndarray | None] = {}
     grids = {}
-    for number, prompt in enumerate(prompts):
-        if prompt.process != hosts.process_index():
+    for number, shown in enumerate(frames):
+        if providers[number] != hosts.process_index():
             continue
         try:
-            grids[number] = tuple(features.grid(frame) for frame in prompt.frames)
-            vectors[number] = features.cached(prompt.frames) if prompt.frames else None
+            grids[number] = tuple(features.grid(frame) for frame in shown)
+            vectors[number] = features.cached(shown) if shown else None
         except VideoError:
             # `features` has noted the video as unreadable.
             grids.pop(number, None)
@@ -233,7 +217,7 @@ def _encode(
 
 
 def _slots(
-    prompts: Sequence[_Prompt],
+    providers: Sequence[int],
     grids: Mapping[int, Sequence[tuple[int, int]]],
     features: FrameFeatures,
     room: int,
@@ -243,7 +227,7 @@ def _slots(
     used: Counter[int] = Counter()
     slots = {}
     for number in sorted(grids):
-        process = prompts[number].process
+        process = providers[number]
         slots[number] = process * room + used[process]
         patches = sum(height * width for height, width in grids[number])
         used[process] += patches // features.config.vision.spatial_merge_size**2

@@ -146,10 +146,10 @@ def make_sft_updater(
         shape: Sizes of a step, from `SFTBatches.shape`.
     """
     optimizer = make_optimizer(settings.optimizer, schedule=settings.learning_rate)
-    room = shape.room(row_devices(require_mesh(weights)))
+    slots = shape.room(row_devices(require_mesh(weights))).slots
     several = shape.microbatches > 1
     start = init_state(weights, optimizer)
-    return Updater(skeleton, start, optimizer, sft_loss(settings), room, accumulates=several)
+    return Updater(skeleton, start, optimizer, sft_loss(settings), slots, accumulates=several)
 
 
 def sft_step(

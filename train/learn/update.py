@@ -4,7 +4,7 @@ SFT and PARA-GRPO differ in their loss and in what they know of the tokens. Both
 (`train.learn.batch`) and go through the same programs:
 
     bank --encode--> visual vectors            once per update, if a part of the tower is trained
-    start, then `add` for every micro-batch    gradients in float32, in a fixed order
+    add, for every micro-batch                 gradients in float32, in a fixed order
     vectors' gradients --> the tower's         once per update, if a part of the tower is trained
     apply                                      the step of the optimizer
 
@@ -34,19 +34,17 @@ from models.sharding import (
     mesh_of,
     require_mesh,
     row_devices,
+    zeros,
 )
 from models.text import TextDecoder, VisualBank
 from models.trained import Skeleton, TrainedVision, merge_vision, split_vision
 from train.learn.batch import Microbatch
 from train.learn.placement import (
     Bank,
-    BankPlacer,
-    VisualRoom,
     bank_sharding,
     in_replicas,
     over_replicas,
     sums_of,
-    sums_shape,
     sums_sharding,
 )
 
@@ -176,44 +174,20 @@ def make_logprobs(skeleton: Skeleton, temperature: float, mesh: Mesh) -> MeshPro
     return MeshProgram(jitted, mesh, (skeleton.frozen,))
 
 
-class Update(NamedTuple):
-    """The programs of an update, whose micro-batches may have several sizes."""
+def _make_add(skeleton: Skeleton, loss: Loss, state: TrainState) -> MeshProgram:
+    """Compile what adds the gradients of a micro-batch.
 
-    start: MeshProgram
-    """`f(of) -> gradients`, all zero, of the decoder's trained weights; or of a pair of these and
-    the visual vectors, if these are differentiated too."""
-    add: MeshProgram
-    """`f(weights, gradients, visual, microbatch, batch) -> (gradients, metrics)`. The gradients are
-    donated; None: there are none so far."""
-    apply: MeshProgram
-    """`f(state, gradients) -> (state, grad_norm)`. The state is donated."""
-
-
-def make_update(
-    skeleton: Skeleton, optimizer: optax.GradientTransformation, loss: Loss, state: TrainState
-) -> Update:
-    """Compile an update in micro-batches, one call of `add` for each.
-
-    With several replicas of the weights, gradients have a first axis of replicas, which `apply`
-    adds up (`train.learn.placement`).
-
-    Args:
-        skeleton: The model without its trained weights.
-        optimizer: Turns gradients into changes of the weights.
-        loss: The loss of a micro-batch.
-        state: A real or abstract state, with the shardings that updates keep. If it has weights of
-            the tower, visual vectors are differentiated.
+    Returns:
+        `f(weights, gradients, visual, microbatch, batch) -> (gradients, metrics)`. Gradients are of
+        the decoder's trained weights, or of a pair of these and the visual vectors, if a part of
+        the tower is trained. They are donated; None: there are none so far.
     """
-    mesh = mesh_of(state.weights)
+    mesh = require_mesh(state.weights)
     text, vision = split_vision(state.weights)
     placed = jax.tree.map(lambda x: sums_sharding(x.sharding, mesh), text)
     wanted: int | tuple[int, ...] = 0
     if vision is not None:
-        of_bank = bank_sharding(require_mesh(state.weights))
-        placed, wanted = (placed, sums_sharding(of_bank, mesh)), (0, 1)
-
-    def zero_gradients(of: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(sums_shape(x.shape, mesh), jnp.float32), of)
+        placed, wanted = (placed, sums_sharding(bank_sharding(mesh), mesh)), (0, 1)
 
     def loss_and_grads(arrays: Any, total: Any, rows: Any) -> tuple[Any, dict[str, Array]]:
         frozen, weights, visual = arrays
@@ -236,6 +210,14 @@ def make_update(
     ) -> tuple[Any, dict[str, Array]]:
         return in_replicas(loss_and_grads, mesh)((frozen, weights, visual), total, rows)
 
+    add = jax.jit(add_gradients, donate_argnums=2, out_shardings=(placed, None))
+    return MeshProgram(add, mesh, (skeleton.frozen,))
+
+
+def _make_apply(optimizer: optax.GradientTransformation, state: TrainState) -> MeshProgram:
+    """Compile `f(state, gradients) -> (state, grad_norm)`. The state is donated."""
+    mesh = require_mesh(state.weights)
+
     @jax.named_scope("optimizer")
     def apply_gradients(state: TrainState, total: Any) -> tuple[TrainState, Array]:
         of_text, of_vision = split_vision(total)
@@ -247,14 +229,8 @@ def make_update(
 
     # The new state keeps the shardings of the old one; otherwise the next update would compile
     # again. Donation lets XLA write the new state into the old one's memory.
-    start = jax.jit(zero_gradients, out_shardings=placed)
-    add = jax.jit(add_gradients, donate_argnums=2, out_shardings=(placed, None))
     apply = jax.jit(apply_gradients, donate_argnums=0, out_shardings=(state_shardings(state), None))
-    return Update(
-        MeshProgram(start, mesh),
-        MeshProgram(add, mesh, (skeleton.frozen,)),
-        MeshProgram(apply, mesh),
-    )
+    return MeshProgram(apply, mesh)
 
 
 class VisionPrograms(NamedTuple):
@@ -297,19 +273,23 @@ def make_vision_programs(
 class Updater:
     """Updates the trained weights of a model on the mesh where they are.
 
+    With several replicas of the weights, gradients have a first axis of replicas, which `apply`
+    adds up (`train.learn.placement`).
+
     Args:
         skeleton: The model without its trained weights.
-        start: The state before the first update, on a mesh: arrays, or only their shapes.
+        start: The state before the first update, on a mesh: arrays, or only their shapes. Updates
+            keep its shardings.
         optimizer: Turns gradients into changes of the weights.
         loss: The loss of a micro-batch.
-        room: Room for the frames of a step.
+        slots: Room per device for visual vectors. Only needed if a part of the tower is trained.
         accumulates: Whether a step may have several micro-batches, whose gradients are added up.
 
     Attributes:
         start: The state before the first update.
-        programs: The update's programs.
-        vision: Those of the trained part of the tower; None: none is trained.
-        put_bank: Puts what is cached of this process's frames on the mesh.
+        add: Adds the gradients of a micro-batch.
+        apply: `f(state, gradients) -> (state, norm of the gradients)`. The state is donated.
+        vision: The programs of the trained part of the tower; None: none is trained.
     """
 
     def __init__(
@@ -318,20 +298,20 @@ class Updater:
         start: TrainState,
         optimizer: optax.GradientTransformation,
         loss: Loss,
-        room: VisualRoom,
+        slots: int = 0,
         accumulates: bool = True,
     ):
         mesh = require_mesh(start.weights)
         self.mesh = mesh
         self._accumulates = accumulates
         self.start = start
-        self.programs = make_update(skeleton, optimizer, loss, start)
-        self.put_bank = BankPlacer(mesh, room, skeleton.vision)
+        self.add = _make_add(skeleton, loss, start)
+        self.apply = _make_apply(optimizer, start)
         self.vision: VisionPrograms | None = None
         if skeleton.vision is not None:
             processes = len({device.process_index for device in mesh.devices.flat})
-            slots = room.slots * row_devices(mesh) // processes
-            self.vision = make_vision_programs(skeleton.vision, mesh, processes, slots)
+            room = slots * row_devices(mesh) // processes
+            self.vision = make_vision_programs(skeleton.vision, mesh, processes, room)
 
     def visual(self, weights: Any, bank: Bank) -> Float[Array, "*m c d"]:
         """Return a step's visual vectors under some weights of the tower's trained part."""
@@ -359,20 +339,17 @@ class Updater:
         visual = self.visual(vision, bank)
         total: Any = None
         if self._accumulates:
-            total = self.programs.start(text if self.vision is None else (text, visual))
+            of = text if self.vision is None else (text, visual)
+            total = zeros(sums_of(of, self.mesh))
         metrics: MicrobatchMetrics = {}
         for microbatch in microbatches:
-            total, figures = self.programs.add(text, total, visual, microbatch, batch)
+            total, figures = self.add(text, total, visual, microbatch, batch)
             for name, value in figures.items():
                 metrics.setdefault(name, []).append(value)
         if self.vision is None:
             return total, metrics
         of_text, of_visual = total
         return merge_vision(of_text, self.vision.gradients(vision, bank, of_visual)), metrics
-
-    def apply(self, state: TrainState, gradients: Any) -> tuple[TrainState, Array]:
-        """Return the state after a step of the optimizer, and the norm of the gradients."""
-        return self.programs.apply(state, gradients)
 
     def lowerings(
         self,
@@ -399,8 +376,8 @@ class Updater:
             yield functools.partial(self.vision.encode.lower, vision, bank)
         for microbatch, batch in rows:
             arguments = (text, sums if self._accumulates else None, visual, microbatch, batch)
-            yield functools.partial(self.programs.add.lower, *arguments)
-        yield functools.partial(self.programs.apply.lower, state, total)
+            yield functools.partial(self.add.lower, *arguments)
+        yield functools.partial(self.apply.lower, state, total)
 
     def abstract_visual(self, vision: Any, bank: Bank) -> Any:
         """Return the visual vectors of a step as abstract arrays."""
