@@ -26,7 +26,7 @@ _GRPO = ("tests/paravt_jax/test_grpo.py", "tests/golden/test_golden_grpo.py")
 _STRUCTURE = ("tests/paravt_jax/test_structure.py",)
 _REWARDS = ("tests/paravt_jax/test_rewards.py",)
 _TEXT = ("tests/paravt_jax/test_world_text.py",)
-_PACKING = ("tests/paravt_jax/test_loader.py",)
+_PACKING = ("tests/train/test_packing.py",)
 _PACKED = ("tests/train/test_conversation_rows.py",)
 _PAGES = ("tests/rollout/engine/test_pages.py",)
 _SAMPLING = ("tests/rollout/engine/test_sampling.py",)
@@ -304,15 +304,15 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "int(state.step)",
         ),
     },
-    ("paravt_jax/data/loader.py", _PACKING): {
+    ("train/learn/packing.py", _PACKING): {
         "sample_as_long_as_a_row_left_out": ("if tokens > length:", "if tokens >= length:"),
         "exact_fit_passed_over": ("+ 1] >= tokens", "+ 1] > tokens"),
         "rows_are_never_full": ("free[row] -= tokens", "free[row] -= 0"),
     },
     ("train/learn/conversation_rows.py", _PACKED): {
         "conversations_see_one_another": (
-            'arrays["segments"][r, written] = segment',
-            'arrays["segments"][r, written] = 1',
+            "write(arrays, r, end, end, segment, tokens)",
+            "write(arrays, r, end, end, 1, tokens)",
         ),
         "later_frames_overwrite": (
             "vectors += [] if cached is None else [cached]",
@@ -321,8 +321,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         "every_row_shows_the_first_frames": ("slot += visual", "slot += 0"),
         "all_tokens_in_every_micro_batch": ("index[:, number] = tokens", "index[:] = tokens"),
         "tool_tokens_trained": (
-            "[r, written] = trajectory.authors == Author.MODEL",
-            "[r, written] = trajectory.authors != Author.PROMPT",
+            "[r, begin:end] = trajectory.authors == Author.MODEL",
+            "[r, begin:end] = trajectory.authors != Author.PROMPT",
         ),
     },
     (f"{_ENGINE}/pages.py", _PAGES): {
@@ -457,10 +457,9 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "next_position(prompt.positions) + 1 + np.arange(len(ids))",
         ),
         "rollouts_see_each_other": (
-            "_write(arrays, row, end, begin, segment, suffix)",
-            "_write(arrays, row, end, 0, segment, suffix)",
+            "write(arrays, row, end, begin, segment, suffix)",
+            "write(arrays, row, end, 0, segment, suffix)",
         ),
-        "pinned_tokens_shared": ("s.author is Author.PROMPT", "s.author is not Author.MODEL"),
     },
     ("train/learn/rl_batch.py", _STEP): {
         "tool_tokens_scored": (
@@ -505,6 +504,10 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         "new_leaves_not_noticed": ("for name in old | new", "for name in old"),
     },
     ("rollout/agent/episode.py", _EPISODE): {
+        "pinned_tokens_shared": (
+            "np.flatnonzero(trajectory.authors != Author.PROMPT)",
+            "np.flatnonzero(trajectory.authors == Author.MODEL)",
+        ),
         "turns_share_a_seed": ("state.seed + len(state.turns)", "state.seed"),
         "sub_agents_continue_the_turns_seeds": (
             "_SEEDS_PER_TURN * (len(state.turns) + 1)",

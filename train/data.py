@@ -13,11 +13,12 @@ import grain
 import numpy as np
 
 from models.features import VideoFiles
-from paravt_jax.data.loader import Ahead, pack, stream
+from paravt_jax.data.loader import Ahead, stream
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Caption, Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
+from train.learn.packing import first_fit
 
 _Batch = tuple[tuple[int, ...], ...]
 """Packed rows of conversation numbers."""
@@ -105,13 +106,13 @@ def pack_rows(data: Data, row_tokens: int, seed: int) -> _Batch:
     """
     # The constant makes this order independent of the other random streams of the same seed.
     order = np.random.default_rng([seed, 0x9AC4]).permutation(len(data.lengths)).tolist()
-    rows = pack([data.lengths[n] for n in order], row_tokens)
+    rows = first_fit([data.lengths[n] for n in order], row_tokens)
     if not rows:
         raise ValueError(
             f"sft.row_tokens: {row_tokens}; none of {len(order)} conversations fits into a row: "
             "choose longer rows, or prepare data with sft rows (data.annotations)"
         )
-    # `pack` numbers conversations by their position in `order`; translate to numbers in `data`.
+    # `first_fit` numbers conversations by their position in `order`: translate them.
     return tuple(tuple(order[n] for n in row) for row in rows)
 
 

@@ -71,8 +71,8 @@ def attend(
             also runs away from its device, slowly, for tests.
 
     Raises:
-        ValueError: the layout contradicts itself or the prefix, or a named kernel does not support
-            the case.
+        ValueError: the layout contradicts itself, the prefix or the mesh, or a named kernel does
+            not support the case.
     """
     rows: RowLayout = jax.tree.map(jnp.asarray, layout or RowLayout())
     rows.check(prefix is not None)
@@ -93,8 +93,14 @@ def attend(
         raise ValueError(
             f"implementation = {name!r}: 'flash' and 'triton' are for packed rows; leave it None"
         )
-    run = spread.attend if spread.fits(q, k, rows.pieces) else spread.join
-    return run(kernels[name], q, k, v, prefix, rows)
+    if spread.fits(q, k, rows.pieces):
+        return spread.attend(kernels[name], q, k, v, prefix, rows)
+    if rows.pieces > 1:
+        raise ValueError(
+            f"layout: {rows.pieces} pieces per sequence, {len(q)} in all; set a mesh with a device "
+            "for each, over which query and kv heads divide"
+        )
+    return kernels[name](q, k, v, prefix, rows)
 
 
 def choose(

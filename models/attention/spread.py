@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,29 +74,6 @@ def attend(
     heads = PartitionSpec(*BATCH, None, "tensor")
     specs = jax.tree.map(lambda x: heads if x.ndim == 4 else BATCH, arrays)
     return on_devices(local, specs, heads)(*arrays)
-
-
-def join(
-    kernel: Kernel,
-    q: Float[Array, "b t n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k h"],
-    prefix: Prefix | None,
-    layout: RowLayout,
-) -> Float[Array, "b t n h"]:
-    """Run `kernel` without a mesh: the pieces of a sequence are joined."""
-    pieces = layout.pieces
-
-    def whole(arrays: Any) -> Any:
-        """Reshape [sequences * pieces, t, ...] to [sequences, pieces * t, ...]."""
-        return jax.tree.map(lambda x: x.reshape(len(x) // pieces, -1, *x.shape[2:]), arrays)
-
-    if pieces == 1:
-        return kernel(q, k, v, prefix, layout)
-    queries, k, v, segments, starts = whole((q, k, v, layout.segments, layout.starts))
-    shared = None if layout.shared is None else layout.shared[::pieces]
-    joined = dataclasses.replace(layout, segments=segments, starts=starts, shared=shared, pieces=1)
-    return kernel(queries, k, v, None, joined).reshape(q.shape)
 
 
 def _attend_in_pieces(

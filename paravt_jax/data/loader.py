@@ -1,4 +1,4 @@
-"""The order of records in training: packed, shuffled, repeated, batched, and exactly resumable.
+"""The order of records in training: shuffled, repeated, batched, and exactly resumable.
 
 Records pass through unchanged, so one stream serves questions, packed rows and captions. Every
 process of a run sees the same batches and takes its share of each.
@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import grain
-import numpy as np
 
 _Record = TypeVar("_Record")
 _Begun = TypeVar("_Begun")
@@ -161,33 +160,3 @@ def _attempt(make: Callable[[], _Batch]) -> Future[_Batch]:
     except Exception as error:
         outcome.set_exception(error)
     return outcome
-
-
-def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
-    """Pack samples first-fit: each goes into the first row with enough room, or into a new row.
-
-    The result depends only on the lengths and their order.
-
-    Args:
-        lengths: Tokens of each sample, at least 1.
-        length: Tokens per row. Longer samples are left out.
-
-    Returns:
-        The sample numbers of each row, in order.
-
-    Example:
-        >>> pack([3, 4, 2, 9], length=5)
-        [[0, 2], [1]]
-    """
-    rows: list[list[int]] = []
-    # Free tokens of every row, those without a sample included.
-    free = np.full(len(lengths), length)
-    for sample, tokens in enumerate(lengths):
-        if tokens > length:
-            continue
-        row = int(np.argmax(free[: len(rows) + 1] >= tokens))
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(sample)
-        free[row] -= tokens
-    return rows

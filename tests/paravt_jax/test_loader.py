@@ -1,4 +1,4 @@
-"""The order of records: shuffled by a seed, endless, exactly resumable, and packed first-fit."""
+"""The order of records: shuffled by a seed, endless, and exactly resumable."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import grain
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paravt_jax.data import loader
 
@@ -173,25 +171,3 @@ def test_the_error_of_a_batch_is_raised_when_it_is_asked_for(stage):
     assert batches.get_state() == {"next": 2}
     with pytest.raises(ValueError, match="batch 2"):
         next(batches)
-
-
-# --- packing ---
-
-LENGTHS = st.lists(st.integers(1, 40), max_size=60)
-
-
-def plainly(lengths, length):
-    """First fit, said in the plainest words."""
-    rows = []
-    for sample, tokens in enumerate(lengths):
-        fitting = [row for row in rows if sum(lengths[s] for s in row) + tokens <= length]
-        if fitting:
-            fitting[0].append(sample)
-        elif tokens <= length:
-            rows.append([sample])
-    return rows
-
-
-@given(LENGTHS, st.integers(1, 50))
-def test_packing_is_first_fit(lengths, length):
-    assert loader.pack(lengths, length) == plainly(lengths, length)

@@ -83,11 +83,10 @@ SLOTS = 64
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 TAGS = 8
 
-# Sizes of micro-batches: one for the whole step, several of two sizes, rows in two pieces.
+# Sizes of micro-batches: one for the whole step, or several of two sizes.
 SIZES = {
     "one": (MicrobatchShape(1, 512),),
     "several": (MicrobatchShape(2, 96), MicrobatchShape(2, 48)),
-    "pieces": (MicrobatchShape(1, 192, 2), MicrobatchShape(1, 96, 2)),
 }
 
 

@@ -17,6 +17,7 @@ from train.learn.packing import (
     MicrobatchShape,
     StepShape,
     chunk_tokens,
+    first_fit,
     microbatch_shapes,
     pack,
 )
@@ -184,3 +185,25 @@ def test_each_device_has_its_part_of_the_slots(processes, devices, slots):
     """A process plays at most two of three prompts."""
     shape = StepShape(groups=3, rollouts=4, limits=LENGTHS)
     assert shape.room(processes, devices).slots == slots
+
+
+# --- first fit ---
+
+TOKENS = st.lists(st.integers(1, 40), max_size=60)
+
+
+def plainly(lengths, length):
+    """First fit, said in the plainest words."""
+    rows = []
+    for sequence, tokens in enumerate(lengths):
+        fitting = [row for row in rows if sum(lengths[n] for n in row) + tokens <= length]
+        if fitting:
+            fitting[0].append(sequence)
+        elif tokens <= length:
+            rows.append([sequence])
+    return rows
+
+
+@given(TOKENS, st.integers(1, 50))
+def test_rows_are_filled_first_fit(lengths, length):
+    assert first_fit(lengths, length) == plainly(lengths, length)

@@ -182,8 +182,8 @@ def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start)
 
 def test_a_wrong_digest_is_counted(road, small, learner, start):
     class Liar(small.Script):
-        def _sample(self, request, seed) -> Sample:
-            return dataclasses.replace(super()._sample(request, seed), digest="of something else")
+        def _sample(self, request) -> Sample:
+            return dataclasses.replace(super()._sample(request), digest="of something else")
 
     _, metrics = take_step(
         learner, start, Liar(road), road.environment, road.data.questions[:2], seed=0

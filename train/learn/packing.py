@@ -1,4 +1,7 @@
-"""Packs the trajectories of an RL step into rows of a few compiled sizes.
+"""Packs sequences into rows: conversations of SFT, and the trajectories of an RL step.
+
+Conversations are packed first-fit into rows of one length (`first_fit`). Rows of RL have a few
+compiled sizes, as follows.
 
 Trajectories with a common prompt form a group. In a row, a group's prompt stands once, and its
 trajectories attend to it. A group that does not fit into one row is cut into chunks, and the prompt
@@ -14,6 +17,8 @@ import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from paravt_jax.method.protocol import Lengths
 
@@ -225,39 +230,23 @@ def _packed(
 
 
 def _cut(number: int, group: GroupLengths, most: int) -> list[Chunk]:
-    """Cut a group into few chunks of at most `most` tokens, longest trajectories first."""
-    longest_first = sorted(range(len(group.suffixes)), key=lambda n: -group.suffixes[n])
-    room: list[int] = []
-    members: list[list[int]] = []
-    for member in longest_first:
-        needed = group.suffixes[member]
-        chunk = _first_with_room(room, needed)
-        if chunk is None:
-            # A trajectory that is longer than `most` gets a chunk of its own.
-            chunk = len(room)
-            room.append(most - group.prompt)
-            members.append([])
-        room[chunk] -= needed
-        members[chunk].append(member)
-    return [Chunk(number, tuple(sorted(chosen))) for chosen in members]
+    """Cut a group into few chunks of at most `most` tokens, longest trajectories first.
+
+    A trajectory that is longer than `most` gets a chunk of its own.
+    """
+    order = sorted(range(len(group.suffixes)), key=lambda n: -group.suffixes[n])
+    room = max(1, most - group.prompt)
+    chunks = first_fit([min(group.suffixes[n], room) for n in order], room)
+    return [Chunk(number, tuple(sorted(order[n] for n in chunk))) for chunk in chunks]
 
 
 def _fill(
     chunks: Sequence[Chunk], groups: Sequence[GroupLengths], tokens: int
 ) -> list[tuple[Chunk, ...]]:
     """Put every chunk, the longest first, into the first row that has room for it."""
-    sized = sorted(((chunk_tokens(chunk, groups), chunk) for chunk in chunks), key=lambda x: -x[0])
-    room: list[int] = []
-    rows: list[list[Chunk]] = []
-    for needed, chunk in sized:
-        row = _first_with_room(room, needed)
-        if row is None:
-            row = len(room)
-            room.append(tokens)
-            rows.append([])
-        room[row] -= needed
-        rows[row].append(chunk)
-    return [tuple(row) for row in rows]
+    order = sorted(chunks, key=lambda chunk: -chunk_tokens(chunk, groups))
+    rows = first_fit([chunk_tokens(chunk, groups) for chunk in order], tokens)
+    return [tuple(order[n] for n in row) for row in rows]
 
 
 def _shrunk(
@@ -277,10 +266,36 @@ def _shrunk(
     raise AssertionError("the rows came from one of these sizes")
 
 
-def _first_with_room(room: Sequence[int], needed: int) -> int | None:
-    return next((n for n, free in enumerate(room) if free >= needed), None)
-
-
 def _ceil_to(value: int, unit: int) -> int:
     """Return `value` rounded up to a multiple of `unit`."""
     return -(-value // unit) * unit
+
+
+def first_fit(lengths: Sequence[int], length: int) -> list[list[int]]:
+    """Put each sequence into the first row with enough room, or into a new row.
+
+    The result depends only on the lengths and their order.
+
+    Args:
+        lengths: Tokens of each sequence, at least 1.
+        length: Tokens per row. Longer sequences are left out.
+
+    Returns:
+        The numbers of the sequences of each row, in order.
+
+    Example:
+        >>> first_fit([3, 4, 2, 9], length=5)
+        [[0, 2], [1]]
+    """
+    rows: list[list[int]] = []
+    # Free tokens of every row, those without a sequence included.
+    free = np.full(len(lengths), length)
+    for sequence, tokens in enumerate(lengths):
+        if tokens > length:
+            continue
+        row = int(np.argmax(free[: len(rows) + 1] >= tokens))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(sequence)
+        free[row] -= tokens
+    return rows

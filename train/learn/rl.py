@@ -193,16 +193,13 @@ class Learner:
             rollouts = self._after_the_first(rollouts, metrics)
             updates.append(metrics | {"grad_norm": [norm]})
         figures = _over_updates([to_floats(each) for each in updates]) | to_floats(batch.metrics)
-        return state, self._named(figures, batch.laid_out.current)
-
-    def _named(self, figures: dict[str, float], current: float) -> dict[str, float]:
-        """Return the metrics under the names that the report reads."""
+        # The names that the report reads.
         figures["groups/silent"] = figures.pop("silent_groups")
         gap = figures.pop("behaviour_gap")
-        if current:
+        if batch.laid_out.current:
             # The loss divides by the number of all tokens.
-            figures["logprob_gap"] = gap / current
-        return figures
+            figures["logprob_gap"] = gap / batch.laid_out.current
+        return state, figures
 
     def warm_up(self, weights: Any, features: FrameFeatures) -> None:
         """Compile the programs for every size of micro-batch, by computing an empty one of each.

@@ -265,9 +265,20 @@ def _grpo_batch(
     }
     if version is not None:
         by_token["current"] = np.zeros(size, bool)
+    by_group = (shape.groups, shape.rollouts)
+    by_rollout: dict[str, Any] = {
+        "rewards": np.zeros(by_group, np.float32),
+        "anchor_rewards": np.zeros(by_group, np.float32),
+        "valid": np.zeros(by_group, bool),
+        "compliant": np.zeros(by_group, bool),
+    }
     structures = [(np.zeros(0, np.int32), np.zeros(0, np.int8))] * shape.rows
     for p, group in enumerate(rollouts.groups):
-        for g, episode in enumerate(group.episodes):
+        for g, (episode, reward) in enumerate(zip(group.episodes, group.rewards, strict=True)):
+            by_rollout["rewards"][p, g] = reward.total
+            by_rollout["anchor_rewards"][p, g] = reward.anchor
+            by_rollout["valid"][p, g] = True
+            by_rollout["compliant"][p, g] = reward.compliant
             row = p * shape.rollouts + g
             trajectory = episode.trajectory
             first = len(split_prompt(trajectory)[0])
@@ -282,22 +293,4 @@ def _grpo_batch(
     # The width is the same in every step, so that nothing compiles again. It is the largest
     # possible: each token breaks at most one block and opens at most one.
     structure = pad_structures(structures, multiple=2 * shape.suffix)
-    return GRPOBatch(structure=structure, **by_token, **_by_rollout(rollouts, shape))
-
-
-def _by_rollout(rollouts: Rollouts, shape: StepShape) -> dict[str, Any]:
-    """Return rewards as arrays [groups, rollouts]; False and 0 for padding."""
-    size = (shape.groups, shape.rollouts)
-    arrays = {
-        "rewards": np.zeros(size, np.float32),
-        "anchor_rewards": np.zeros(size, np.float32),
-        "valid": np.zeros(size, bool),
-        "compliant": np.zeros(size, bool),
-    }
-    for p, group in enumerate(rollouts.groups):
-        for g, reward in enumerate(group.rewards):
-            arrays["rewards"][p, g] = reward.total
-            arrays["anchor_rewards"][p, g] = reward.anchor
-            arrays["valid"][p, g] = True
-            arrays["compliant"][p, g] = reward.compliant
-    return arrays
+    return GRPOBatch(structure=structure, **by_token, **by_rollout)

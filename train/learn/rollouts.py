@@ -204,12 +204,6 @@ def _rewards(actor: Actor, episodes: Sequence[Episode], settings: RLSettings) ->
     return score_all(played, settings.rewards, actor.judge, settings.grpo.sequence_anchor)
 
 
-def virtual_times(trajectory_tokens: int) -> tuple[int, int]:
-    """Return the quantum, and the charge for reading frames, for trajectories of this length."""
-    quantum = max(LEAST_TOKENS, trajectory_tokens // QUANTA)
-    return quantum, round(quantum * CHARGE)
-
-
 class RolloutPool:
     """The groups in flight. Every process has the same."""
 
@@ -232,8 +226,10 @@ class RolloutPool:
             step: Number of the step.
         """
         environment = actor.environment
-        quantum, charge = virtual_times(environment.protocol.settings.trajectory_tokens)
+        trajectory_tokens = environment.protocol.settings.trajectory_tokens
+        quantum = max(LEAST_TOKENS, trajectory_tokens // QUANTA)
         if self._player is None:
+            charge = round(quantum * CHARGE)
             self._player = Player(environment, settings.temperature, charge)
         clock, number, groups = self.state.clock, self.state.number, [*self.state.groups]
         first = 0

@@ -106,11 +106,14 @@ class SFTSettings:
 
 
 class SFTStep(NamedTuple):
-    """The input of an update, on the mesh."""
+    """The input of an update, on the mesh.
+
+    As it is prepared, mask and lengths are those of this process's rows, and there are no metrics.
+    """
 
     bank: Bank
     microbatches: tuple[Microbatch, ...]
-    mask: Bool[Array, "r t"]
+    mask: Bool[Array | np.ndarray, "r t"]
     """The tokens with a loss, of the rows of the whole step."""
     lengths: tuple[GroupLengths, ...]
     """Lengths of the conversations of each row, on all processes."""
@@ -184,18 +187,6 @@ def sft_step(
     return state, step.lengths, figures | step.metrics
 
 
-class _Prepared(NamedTuple):
-    """This process's rows of a step, placed on the mesh."""
-
-    bank: Bank
-    microbatches: tuple[Microbatch, ...]
-    mask: Bool[np.ndarray, "r t"]
-    lengths: tuple[tuple[int, ...], ...]
-    """Lengths of the conversations, row by row."""
-    missing: dict[str, VideoError]
-    """Errors of the conversations that are left out, by id."""
-
-
 class SFTBatches:
     """Iterates over the batches of a cold start without end; the position can be saved.
 
@@ -254,14 +245,14 @@ class SFTBatches:
 
     def __next__(self) -> SFTStep:
         """Return the next batch."""
-        prepared = next(self._pipeline)
-        for error in prepared.missing.values():
+        step, missing = next(self._pipeline)
+        for error in missing.values():
             path = error.path.removeprefix(f"{self._features.root}/")
             self._features.unreadable[path] = error.reason
         # Processes talk here, at the step itself, and not in `prepare`, where one of them may fail.
-        everyone = hosts.gather((len(prepared.missing), prepared.mask, prepared.lengths))
+        everyone = hosts.gather((len(missing), step.mask, step.lengths))
         mask = np.concatenate([own for _, own, _ in everyone])
-        lengths = [row for _, _, rows in everyone for row in rows]
+        lengths = tuple(row for _, _, rows in everyone for row in rows)
         if not mask.any():
             raise ValueError(
                 "sft: no conversation of this step has readable files; check the data root "
@@ -269,12 +260,10 @@ class SFTBatches:
             )
         metrics = {
             "tokens": float(mask.sum()),
-            "conversations": float(sum(map(len, lengths))),
+            "conversations": float(sum(len(row.suffixes) for row in lengths)),
             "missing": float(sum(count for count, _, _ in everyone)),
         }
-        groups = tuple(GroupLengths(0, row) for row in lengths if row)
-        placed: Any = put(mask, self._mesh)
-        return SFTStep(prepared.bank, prepared.microbatches, placed, groups, metrics)
+        return step._replace(mask=put(mask, self._mesh), lengths=lengths, metrics=metrics)
 
     def lowerings(self, updater: Updater, state: TrainState) -> Iterator[Lowering]:
         """Return the programs of a step, for `models.compilation`: the update's, and the tower's.
@@ -283,7 +272,7 @@ class SFTBatches:
             updater: From `make_sft_updater`.
             state: The current state.
         """
-        empty = self._lay_out([], {})
+        empty = self._lay_out([])
         mask = np.zeros((self.shape.rows, self.shape.tokens), bool)
         rows = [(empty.microbatches[0], put(mask, self._mesh))]
         yield from updater.lowerings(state, empty.bank, rows)
@@ -305,21 +294,22 @@ class SFTBatches:
         self._features.start([frame for clip in clips for frame in clip.frames])
         return own_rows
 
-    def _finish(self, own_rows: list[tuple[Conversation, ...]]) -> _Prepared:
-        """Render this process's rows, and put them on the mesh."""
+    def _finish(
+        self, own_rows: list[tuple[Conversation, ...]]
+    ) -> tuple[SFTStep, dict[str, VideoError]]:
+        """Render this process's rows, and put them on the mesh; errors are by conversation."""
         rendered, missing = render_rows(own_rows, self._protocol, self._features)
-        return self._lay_out(rendered, missing)
+        return self._lay_out(rendered), missing
 
-    def _lay_out(
-        self, rendered: Sequence[Sequence[Rendered]], missing: dict[str, VideoError]
-    ) -> _Prepared:
+    def _lay_out(self, rendered: Sequence[Sequence[Rendered]]) -> SFTStep:
         own = lay_out_rows(rendered, self._features, self.shape, self._devices)
-        return _Prepared(
+        lengths = (tuple(len(each.trajectory.ids) for each in row) for row in rendered)
+        return SFTStep(
             self._put_bank(own.visual, own.grids),
             tuple(put(rows, self._mesh) for rows in own.microbatches),
             own.mask,
-            tuple(tuple(len(each.trajectory.ids) for each in row) for row in rendered),
-            missing,
+            tuple(GroupLengths(0, row) for row in lengths if row),
+            {},
         )
 
     def get_state(self) -> dict[str, Any]:

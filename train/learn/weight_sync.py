@@ -38,14 +38,7 @@ def host_mesh(mesh: Mesh, per_host: int) -> Mesh:
     Args:
         mesh: The mesh of training, whose devices are ordered host by host.
         per_host: Number of devices per host.
-
-    Raises:
-        ValueError: `per_host` does not divide the devices.
     """
-    if mesh.size % per_host:
-        raise ValueError(
-            f"per_host = {per_host}: it does not divide {mesh.size} devices; give a divisor"
-        )
     return Mesh(mesh.devices.reshape(-1, 1, per_host), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
