@@ -223,7 +223,11 @@ async def play(
             for outcome in outcomes
             if outcome.status is CallStatus.FAILED
         ]
-        outcomes = [_cut_response(state.protocol, outcome) for outcome in outcomes]
+        # As the model reads them: plain, and within their token limit.
+        outcomes = [
+            dataclasses.replace(outcome, response=state.protocol.cut(outcome.response))
+            for outcome in outcomes
+        ]
         state.turns.append(Turn(text, tuple(outcomes)))
         if failures:  # without these reports, the answer would not be the model's own
             return state.finish(StopReason.FAILED, failures[0])
@@ -419,12 +423,6 @@ def _refuse(calls: list[Call | FailedCall]) -> list[CallOutcome]:
         )
         for call in calls
     ]
-
-
-def _cut_response(protocol: Protocol, outcome: CallOutcome) -> CallOutcome:
-    """Return the outcome with its response as the model reads it: plain and within its token
-    limit."""
-    return dataclasses.replace(outcome, response=protocol.cut(outcome.response))
 
 
 # --- gather ---

@@ -23,6 +23,8 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rollout.engine.settings import EngineSizes
+
 Serials = tuple[int, ...]  # `pages.Node.serial` of the full pages a sequence begins with
 
 
@@ -42,26 +44,6 @@ class Layout(NamedTuple):
     row_length: int
 
 
-class LayoutSizes(NamedTuple):
-    """Sizes of the decoding programs. Lengths are in tokens, ascending."""
-
-    slots: int
-    """Rows of a program."""
-    rows_per_prefix: int
-    """Rows of a block."""
-    page: int
-    """Tokens per page."""
-    prefix_lengths: tuple[int, ...]
-    """Compiled lengths of prefixes; empty if nothing may be shared."""
-    row_lengths: tuple[int, ...]
-    """Compiled lengths of rows."""
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks."""
-        return self.slots // self.rows_per_prefix
-
-
 class _Group(NamedTuple):
     """Sequences that share a prefix, and that prefix."""
 
@@ -73,7 +55,8 @@ def choose_layout(
     paths: Sequence[Serials],
     lengths: Sequence[int],
     loaded: dict[int, list[Serials]],
-    sizes: LayoutSizes,
+    sizes: EngineSizes,
+    rows: int | None = None,
 ) -> Layout:
     """Return the layout that reads the fewest tokens per step.
 
@@ -82,10 +65,14 @@ def choose_layout(
         lengths: tokens of each sequence.
         loaded: for each prefix length, the prefixes in the buffers of the blocks.
         sizes: sizes of the programs.
+        rows: rows of a program without shared prefixes; None: all slots, which may share some.
     """
-    blocks, page = sizes.blocks, sizes.page
+    page = sizes.page
+    prefix_lengths = () if rows else sizes.prefix_lengths
+    rows = rows or sizes.slots
+    blocks = rows // sizes.rows_per_prefix
     choices: list[tuple[int, int, int, list[_Group]]] = []
-    for prefix_length in (0, *sizes.prefix_lengths):
+    for prefix_length in (0, *prefix_lengths):
         groups: list[_Group] = []
         if prefix_length:
             cut = [path[: prefix_length // page] for path in paths]
@@ -94,12 +81,12 @@ def choose_layout(
         longest = max((tokens - shared.get(n, 0) for n, tokens in enumerate(lengths)), default=0)
         row_length = next(length for length in sizes.row_lengths if length >= longest)
         # Tokens read per step, padding included.
-        cost = blocks * prefix_length + sizes.slots * row_length
+        cost = blocks * prefix_length + rows * row_length
         choices.append((cost, prefix_length, row_length, groups))
     # With equal costs, the shorter prefix wins.
     _, prefix_length, row_length, groups = min(choices, key=lambda choice: choice[:2])
-    rows, prefixes = _place(groups, len(paths), loaded.get(prefix_length, []), sizes)
-    return Layout(rows, prefixes, prefix_length, row_length)
+    free = Layout((None,) * rows, ((),) * blocks, prefix_length, row_length)
+    return _place(groups, len(paths), loaded.get(prefix_length, []), free, sizes.rows_per_prefix)
 
 
 def _groups(
@@ -148,19 +135,18 @@ def _place(
     groups: Sequence[_Group],
     count: int,
     loaded: Sequence[Serials],
-    sizes: LayoutSizes,
-) -> tuple[tuple[int | None, ...], tuple[Serials, ...]]:
-    """Place groups into blocks, then all other sequences into the remaining rows.
+    free: Layout,
+    rows_per_prefix: int,
+) -> Layout:
+    """Place groups into the blocks of a free layout, then all other sequences into its other rows.
 
-    A group goes to the block whose buffer holds its prefix, if there is one. Returns the `rows` and
-    `prefixes` of a `Layout`.
+    A group goes to the block whose buffer holds its prefix, if there is one.
     """
-    rows: list[int | None] = [None] * sizes.slots
-    prefixes: list[Serials] = [()] * sizes.blocks
+    rows, prefixes = list(free.rows), list(free.prefixes)
     free_blocks = list(range(len(prefixes)))
 
     def put(group: _Group, block: int) -> None:
-        first = block * sizes.rows_per_prefix
+        first = block * rows_per_prefix
         prefixes[block] = group.prefix
         rows[first : first + len(group.members)] = group.members
 
@@ -183,4 +169,4 @@ def _place(
     for n in range(count):
         if n not in placed:
             rows[next(idle_rows)] = n
-    return tuple(rows), tuple(prefixes)
+    return free._replace(rows=tuple(rows), prefixes=tuple(prefixes))

@@ -16,6 +16,7 @@ Keys and values are in up to three places while decoding:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from jaxtyping import Int
 from models.attention import platform
 from models.model import VisionLanguageModel
 from models.sharding import Lowering
-from rollout.engine.layout import Layout, LayoutSizes, Serials, choose_layout
+from rollout.engine.layout import Layout, Serials, choose_layout
 from rollout.engine.pages import Node
 from rollout.engine.programs import (
     CHUNK,
@@ -63,11 +64,12 @@ class ModelRunner:
     """
 
     def __init__(self, model: VisionLanguageModel, settings: EngineSizes):
-        self.settings = settings
-        self.config = model.config
+        self._paged = platform() == "tpu" if settings.paged is None else settings.paged
+        # Where decoding reads the pages themselves, nothing is shared.
+        shared = () if self._paged else settings.prefix_lengths
+        self.settings = dataclasses.replace(settings, prefix_lengths=shared)
         self.pool: Pool | None = None
         self.prefixes: dict[int, Prefixes] = {}
-        self._paged = platform() == "tpu" if settings.paged is None else settings.paged
         self._programs = Programs(model, settings.page, self._paged)
         # The prefix in each block of `prefixes`, identified by serials. These are never reused; the
         # page numbers of an evicted prefix may soon hold other content.
@@ -131,7 +133,7 @@ class ModelRunner:
             rows = self._rows(row_length)
             blocks = rows // settings.rows_per_prefix
             # Only programs with all slots share prefixes.
-            shares = rows == settings.slots and not self._paged
+            shares = rows == settings.slots
             for prefix_length in (0, *settings.prefix_lengths) if shares else (0,):
                 yield Layout((None,) * rows, ((),) * blocks, prefix_length, row_length)
 
@@ -201,25 +203,13 @@ class ModelRunner:
 
     def _layout(self, sequences: Sequence[EngineSequence], rows: int | None = None) -> Layout:
         """Lay out all slots with shared prefixes, or `rows` rows without them."""
-        settings = self.settings
+        size = self.settings.page
         paths = [
-            tuple(
-                node.serial for node in sequence.shared_pages if len(node.tokens) == settings.page
-            )
+            tuple(node.serial for node in sequence.shared_pages if len(node.tokens) == size)
             for sequence in sequences
         ]
-        return choose_layout(
-            paths,
-            [sequence.computed for sequence in sequences],
-            self._loaded,
-            LayoutSizes(
-                rows or settings.slots,
-                settings.rows_per_prefix,
-                settings.page,
-                () if rows or self._paged else settings.prefix_lengths,
-                settings.row_lengths,
-            ),
-        )
+        lengths = [sequence.computed for sequence in sequences]
+        return choose_layout(paths, lengths, self._loaded, self.settings, rows)
 
     def _prefill(
         self, sequences: Sequence[EngineSequence], length: int, before: int, weights: Any

@@ -11,7 +11,8 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.layout import Layout, LayoutSizes, Serials, choose_layout
+from rollout.engine.layout import Layout, Serials, choose_layout
+from rollout.engine.settings import EngineSizes
 
 PAGE = 4
 
@@ -29,8 +30,13 @@ class Case:
     row_lengths: tuple[int, ...]
 
     def layout(self) -> Layout:
-        sizes = LayoutSizes(
-            self.slots, self.rows_per_prefix, PAGE, self.prefix_lengths, self.row_lengths
+        sizes = EngineSizes(
+            row_lengths=self.row_lengths,
+            prefill_lengths=(PAGE,),
+            prefix_lengths=self.prefix_lengths,
+            slots=self.slots,
+            rows_per_prefix=self.rows_per_prefix,
+            page=PAGE,
         )
         return choose_layout(self.paths, self.lengths, self.loaded, sizes)
 
