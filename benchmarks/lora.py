@@ -114,8 +114,8 @@ def memory(run: Run, data: Data) -> dict[str, float]:
     update = next(rl_step(PlannedModel.of(run, mesh, model.config)).lowerings)
     compiled = update().compile().memory_analysis()
     assert compiled is not None
-    trained = learner.start.weights
-    optimizer = total_bytes(learner.start.optimizer)
+    trained = learner.initial.weights
+    optimizer = total_bytes(learner.initial.optimizer)
     arrays = total_bytes((trained, parts.skeleton.frozen, learner.reference)) + optimizer
     held = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
     # Outputs that take the memory of donated arguments count once.

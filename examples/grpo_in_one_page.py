@@ -98,7 +98,7 @@ def cold_start(model, environment: Environment, data: Data, steps: int, seed: in
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, make_mesh()))
     updater = make_sft_updater(skeleton := Skeleton(graph), weights, settings, batches.shape)
-    state = updater.start
+    state = updater.initial
     for step in range(steps):
         state, _, metrics = sft_step(updater, state, batches, left=steps - 1 - step)
         if (step + 1) % 50 == 0:
@@ -153,10 +153,10 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     skeleton, weights = cold_start(model, environment, data, cold_start_steps, seed)
 
     # GRPO needs an engine, reference weights, an updater, and jitted `logprobs` and `advantages`.
-    def loss(decoder, visual, rows, batch):
+    def loss(decoder, visual, microbatch, batch):
         # A micro-batch has some of the rollouts; the others have -1 in its index.
-        logprobs = score_rollouts(decoder, visual, rows, TEMPERATURE)
-        here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (rows.index >= 0))
+        logprobs = score_rollouts(decoder, visual, microbatch, TEMPERATURE)
+        here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (microbatch.index >= 0))
         return paravt_loss(logprobs, batch.advantages, here, GRPO, batch.totals, REWARDS.gamma)
 
     nnx.update(model.text, weights)
@@ -166,7 +166,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     reference = jax.tree.map(jnp.copy, weights)  # a copy: updates donate the weights
     optimizer = make_optimizer(ADAM)
     updater = Updater(skeleton, init_state(weights, optimizer), optimizer, loss)
-    state = updater.start
+    state = updater.initial
     logprobs = make_logprobs(skeleton, TEMPERATURE, mesh)
     advantages = jax.jit(lambda batch: compute_advantages(batch, GRPO, REWARDS.gamma))
     shape = StepShape(PROMPTS, GROUP, longest)
@@ -178,7 +178,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         laid_out = lay_out(rollouts, environment, room)
         bank = put_vectors([laid_out.visual], shape.room(1, 1).slots, mesh)
         # A token is in one micro-batch, and 0 in all others.
-        by_reference = sum(logprobs(reference, bank, rows) for rows in laid_out.microbatches)
+        by_reference = sum(logprobs(reference, bank, each) for each in laid_out.microbatches)
         batch = dataclasses.replace(laid_out.grpo, reference=by_reference)
         # Advantages of every token, one update, and the new weights into the engine.
         rl_batch = RLBatch(batch, advantages(batch)[0], batch_totals(batch))

@@ -55,20 +55,20 @@ class Experts(nnx.Module):
             return jax.lax.psum(out, "tensor")
 
         # The compiler cannot divide products of unequal groups. Here each device runs its own.
-        rows = PartitionSpec(ROWS if len(x) % row_devices(mesh) == 0 else None)
+        by_row = PartitionSpec(ROWS if len(x) % row_devices(mesh) == 0 else None)
         by_expert, whole = PartitionSpec("tensor", "fsdp"), PartitionSpec()
-        divided = on_devices(share, (rows, whole, by_expert, by_expert), rows)
+        divided = on_devices(share, (by_row, whole, by_expert, by_expert), by_row)
         return divided(x, router, gate_up, down).astype(x.dtype)
 
 
 def _route(
-    rows: Float[Array, "n d"], router: Float[Array, "d e"], per_token: int
+    tokens: Float[Array, "n d"], router: Float[Array, "d e"], per_token: int
 ) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
     """Return the experts of each token, likeliest first, and their shares, which add up to 1."""
-    logits = checkpoint_name(product(rows, router), PRODUCT)
+    logits = checkpoint_name(product(tokens, router), PRODUCT)
     scores = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     shares, chosen = jax.lax.top_k(scores, per_token)
-    return (shares / shares.sum(-1, keepdims=True)).astype(rows.dtype), chosen
+    return (shares / shares.sum(-1, keepdims=True)).astype(tokens.dtype), chosen
 
 
 def _mixture(
@@ -80,18 +80,18 @@ def _mixture(
     first_expert: int | Int[Array, ""],
 ) -> Float[Array, "b t d"]:
     """Return the share of m experts, from `first_expert` on, in the output, float32."""
-    rows = x.reshape(-1, x.shape[-1])
-    shares, chosen = _route(rows, router, per_token)
+    tokens = x.reshape(-1, x.shape[-1])
+    shares, chosen = _route(tokens, router, per_token)
     count = len(gate_up)
     local = chosen - first_expert
     local = jnp.where((local >= 0) & (local < count), local, count).ravel()
     # Sorted by expert, so that an expert's tokens are one block. Those of other devices come last.
     order = jnp.argsort(local, stable=True)
     sizes = jnp.bincount(local, length=count + 1)[:count]
-    # Nothing is known of rows behind the last block. They are replaced wherever they could reach a
-    # result or, as 0 times NaN, a gradient.
+    # Nothing is known of tokens behind the last block. They are replaced wherever they could reach
+    # a result or, as 0 times NaN, a gradient.
     known = (local[order] < count)[:, None]
-    inputs = jnp.where(known, jnp.repeat(rows, per_token, axis=0)[order], 0)
+    inputs = jnp.where(known, jnp.repeat(tokens, per_token, axis=0)[order], 0)
     hidden = jnp.where(known, jax.lax.ragged_dot(inputs, gate_up, sizes), 0)
     gate, up = jnp.split(checkpoint_name(hidden, PRODUCT), 2, axis=-1)
     outputs = jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes)

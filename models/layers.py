@@ -66,9 +66,10 @@ def constant(
 
 def product(x: Float[Array, "*n i"], weight: Float[Array, "i *o"]) -> Float[Array, "*n *o"]:
     """Return x times a weight, in x's type."""
-    # All rows as one axis: with several, XLA on CPU copies the operands of the weight's gradient.
-    rows = x.reshape(-1, x.shape[-1])
-    out = jnp.tensordot(rows, weight.astype(x.dtype), 1)
+    # All vectors along one axis: with more axes, XLA on CPU copies the operands of the weight's
+    # gradient.
+    vectors = x.reshape(-1, x.shape[-1])
+    out = jnp.tensordot(vectors, weight.astype(x.dtype), 1)
     return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 

@@ -31,7 +31,7 @@ class LoRASettings:
     """LoRA: the model is frozen, and low-rank adapters of the decoder's matrices are trained."""
 
     rank: int = 16
-    """Columns of A and rows of B."""
+    """Inner size of the product A B."""
     alpha: float = 32.0
     """The adapters' output is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
@@ -80,9 +80,9 @@ class Adapter(nnx.Module):
         """Return scale * A B of every layer, in float32 and in the shape of the matrices."""
         a, b = self.a[...], self.b[...]
         layers, *inputs, rank = a.shape
-        rows = a.reshape(layers, -1, rank).astype(jnp.float32)
-        columns = b.reshape(layers, rank, -1).astype(jnp.float32)
-        product = jnp.matmul(rows * self.scale, columns, precision="highest")
+        down = a.reshape(layers, -1, rank).astype(jnp.float32)
+        up = b.reshape(layers, rank, -1).astype(jnp.float32)
+        product = jnp.matmul(down * self.scale, up, precision="highest")
         return product.reshape(layers, *inputs, *b.shape[2:])
 
 

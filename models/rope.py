@@ -1,7 +1,7 @@
 """Rotary position embeddings: the position of every token, and how a position rotates a head.
 
 The text decoder uses three-axis positions (time, height, width; M-RoPE), the vision tower two-axis
-ones (row, column). Angles are float32: in bfloat16, neighbouring positions would be equal. The
+ones (height, width). Angles are float32: in bfloat16, neighbouring positions would be equal. The
 positions follow transformers.
 """
 
@@ -69,9 +69,9 @@ def mrope_positions(
         # The text before the image.
         positions[:, done:first] = np.arange(position, position + first - done)
         position += first - done
-        rows, columns = np.divmod(np.arange(count), w // merge)
-        positions[:, first:end] = position + np.stack([np.zeros_like(rows), rows, columns])
-        # The next token follows the largest row or column.
+        y, x = np.divmod(np.arange(count), w // merge)
+        positions[:, first:end] = position + np.stack([np.zeros_like(y), y, x])
+        # The next token follows the largest y or x.
         position += max(h, w) // merge
         done = end
         used += count
@@ -119,18 +119,18 @@ def mrope_angles(
 
 
 def vision_angles(
-    row: Int[Array | np.ndarray, "b p"],
-    column: Int[Array | np.ndarray, "b p"],
+    y: Int[Array | np.ndarray, "b p"],
+    x: Int[Array | np.ndarray, "b p"],
     config: VisionConfig,
 ) -> Float[Array, "b p j"]:
-    """Return the rotation angles of vision heads for patches at (row, column) of their frame.
+    """Return the rotation angles of vision heads for patches at (y, x) of their frame.
 
-    j = head_dim / 2: first the angles of rows, then those of columns.
+    j = head_dim / 2: first the angles of y, then those of x.
     """
     quarter = config.head_dim // 4
     exponents = np.arange(quarter, dtype=np.float32) / quarter
     frequency = (1.0 / config.rope_theta**exponents).astype(np.float32)[None, None, :]
-    return jnp.concatenate([index[..., None] * frequency for index in (row, column)], axis=-1)
+    return jnp.concatenate([index[..., None] * frequency for index in (y, x)], axis=-1)
 
 
 def merge_order(cells: Cells, merge: int) -> Cells:

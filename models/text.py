@@ -38,7 +38,7 @@ from models.sharding import BATCH, ROWS, constrain, current_mesh, on_devices, ro
 
 Cache = TypeVar("Cache", DenseCache, PagedCache)
 
-# Up to this many rows, transposing the head costs more on CPU than the product itself.
+# Up to this many hidden states, transposing the head costs more on CPU than the product itself.
 _SMALL_BATCH = 64
 # Mesh axes that shard the vocabulary while log-probs of many tokens are computed.
 _VOCAB_AXES = ("fsdp", "tensor")
@@ -109,7 +109,7 @@ def _look_up(
     sharded: str | None,
     ids: Int[Array | np.ndarray, "b t"],
 ) -> Float[Array, "b t d"]:
-    """Look up rows of a table in each of its shares over the mesh, and return sharded rows.
+    """Look up vectors of a table in each of its shares over the mesh. The result is sharded by row.
 
     Each device looks up its share of the width for all rows. The shares are exchanged for whole
     widths of some rows. The compiler would gather all rows on every device, and it aborts in a
@@ -124,10 +124,10 @@ def _look_up(
     mesh = current_mesh()
     if mesh is None:
         return function(table, jnp.asarray(ids))
-    rows = "data" if len(ids) % mesh.shape["data"] == 0 else None
-    specs = (PartitionSpec(sharded, "fsdp"), PartitionSpec(rows))
-    shares = on_devices(function, specs, PartitionSpec(rows, None, "fsdp"))(table, jnp.asarray(ids))
-    return constrain(shares, ROWS)
+    by_row = "data" if len(ids) % mesh.shape["data"] == 0 else None
+    specs = (PartitionSpec(sharded, "fsdp"), PartitionSpec(by_row))
+    shares = on_devices(function, specs, PartitionSpec(by_row, None, "fsdp"))
+    return constrain(shares(table, jnp.asarray(ids)), ROWS)
 
 
 class DecoderLayer(nnx.Module):
@@ -453,14 +453,14 @@ class TextDecoder(nnx.Module):
 @jax.named_scope("logits")
 def _logits(head: Float[Array, "v d"], hidden: Float[Array, "*n d"]) -> Float[Array, "*n v"]:
     head = head.astype(hidden.dtype)
-    # One row axis, for the same reason as in `layers.product`.
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    if len(rows) <= _SMALL_BATCH and platform() == "cpu":
-        scores = jnp.einsum("vd,nd->vn", head, rows, preferred_element_type=jnp.float32)
+    # All states along one axis, for the same reason as in `layers.product`.
+    states = hidden.reshape(-1, hidden.shape[-1])
+    if len(states) <= _SMALL_BATCH and platform() == "cpu":
+        scores = jnp.einsum("vd,nd->vn", head, states, preferred_element_type=jnp.float32)
         # Without the barrier XLA merges the transpose into the product, and transposes the head.
         logits = jax.lax.optimization_barrier(scores).T
     else:
-        logits = jnp.einsum("nd,vd->nv", rows, head, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("nd,vd->nv", states, head, preferred_element_type=jnp.float32)
     return logits.reshape(*hidden.shape[:-1], -1)
 
 

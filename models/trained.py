@@ -108,7 +108,7 @@ class TrainedVision:
     frame_tokens: int
     """Visual tokens of the largest frame."""
     whole: bool
-    """Whether it is the whole tower. It then reads frames, each of which needs a row of its own."""
+    """Whether it is the whole tower. It then reads frames, padded to the size of the largest."""
 
     @staticmethod
     def of(tower: VisionTower, part: TrainVision, frame_tokens: int) -> TrainedVision | None:
@@ -127,7 +127,7 @@ class TrainedVision:
         """The shape of what is cached per visual token."""
         return cached_shape(self.config, "tower" if self.whole else "merger")
 
-    def in_rows(
+    def padded(
         self, cached: Shaped[np.ndarray, "n 1 w"], grids: Sequence[tuple[int, int]]
     ) -> Shaped[np.ndarray, "m 1 w"]:
         """Return the patches of frames, one after another, with every frame padded to
@@ -138,10 +138,10 @@ class TrainedVision:
             grids: Height and width of the frames, in patches.
         """
         tokens = [h * w // self.config.spatial_merge_size**2 for h, w in grids]
-        rows = np.zeros((len(grids), self.frame_tokens, *cached.shape[1:]), cached.dtype)
-        for row, frame in zip(rows, np.split(cached, np.cumsum(tokens))[:-1], strict=True):
-            row[: len(frame)] = frame
-        return rows.reshape(-1, *cached.shape[1:])
+        padded = np.zeros((len(grids), self.frame_tokens, *cached.shape[1:]), cached.dtype)
+        for target, frame in zip(padded, np.split(cached, np.cumsum(tokens))[:-1], strict=True):
+            target[: len(frame)] = frame
+        return padded.reshape(-1, *cached.shape[1:])
 
     def encode(
         self,
@@ -230,24 +230,24 @@ def part_of(tower: VisionTower, part: Literal["merger", "tower"]) -> Mergers | V
 
 
 def padded_layout(grids: Int[Array, "f 2"], frame_tokens: int, config: VisionConfig) -> PatchLayout:
-    """Return the layout of rows of `frame_tokens` visual tokens, each a frame and then padding.
+    """Return the layout of frames that are padded to `frame_tokens` visual tokens.
 
     Args:
-        grids: Height and width of the frames, in patches; 0 for a row of padding.
-        frame_tokens: Visual tokens of a row.
+        grids: Height and width of the frames, in patches; 0 for a frame of padding.
+        frame_tokens: Visual tokens of a padded frame.
         config: For the merge size.
     """
     merge = config.spatial_merge_size
     # Padding counts as a frame of one patch, so that nothing divides by 0.
     height, width = jnp.maximum(grids, 1)[:, :, None].transpose(1, 0, 2)
     token, inner = np.divmod(np.arange(frame_tokens * merge**2)[None], merge**2)
-    in_a_row = jnp.maximum(width // merge, 1)
-    row = token // in_a_row * merge + inner // merge
-    column = token % in_a_row * merge + inner % merge
+    tokens_wide = jnp.maximum(width // merge, 1)
+    y = token // tokens_wide * merge + inner // merge
+    x = token % tokens_wide * merge + inner % merge
     real = token < grids.prod(-1, keepdims=True) // merge**2
-    row, column = jnp.where(real, row, 0), jnp.where(real, column, 0)
-    height, width = jnp.broadcast_to(height, row.shape), jnp.broadcast_to(width, row.shape)
-    return PatchLayout(row, column, height, width, jnp.asarray(real, jnp.int32))
+    y, x = jnp.where(real, y, 0), jnp.where(real, x, 0)
+    height, width = jnp.broadcast_to(height, y.shape), jnp.broadcast_to(width, x.shape)
+    return PatchLayout(y, x, height, width, jnp.asarray(real, jnp.int32))
 
 
 def _without_gaps(

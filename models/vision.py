@@ -24,15 +24,17 @@ from models.rope import merge_order, rotate, vision_angles
 
 
 class PatchLayout(NamedTuple):
-    """Row and column of every patch in its frame, and the size of that frame, in patches.
+    """Position of every patch in its frame, from its top left corner, and the size of that frame.
+
+    Both are in patches.
 
     `frame` numbers the frames of a row from 1, and 0 is padding. None: the row is one frame. A
     batch axis of 1 applies to all rows. Only the shapes are static, so all mixes of frames in rows
     of the same length run the same program.
     """
 
-    row: Int[Array, "b p"]
-    column: Int[Array, "b p"]
+    y: Int[Array, "b p"]
+    x: Int[Array, "b p"]
     height: Int[Array, "b p"]
     width: Int[Array, "b p"]
     frame: Int[Array, "b p"] | None
@@ -50,8 +52,8 @@ def frame_layout(grid: tuple[int, int], config: VisionConfig) -> PatchLayout:
             f"grid = {grid}: sides are multiples of {merge} patches; resize with "
             "paravt_jax.data.frames.PixelRules.size first"
         )
-    rows, columns = (merge_order(index, merge) for index in np.indices(grid))
-    layout = np.stack([rows, columns, np.full_like(rows, height), np.full_like(rows, width)])
+    y, x = (merge_order(index, merge) for index in np.indices(grid))
+    layout = np.stack([y, x, np.full_like(y, height), np.full_like(x, width)])
     return PatchLayout(*layout.astype(np.int32)[:, None], frame=None)
 
 
@@ -83,10 +85,10 @@ def patchify(
     mean = np.asarray(config.pixel_mean, np.float32)
     std = np.asarray(config.pixel_std, np.float32)
     values = frames.astype(np.float32) / (255 * std) - mean / std
-    # Height splits into (block row, row in the block, y), and width likewise.
+    # Height splits into (block, patch in the block, pixel), and width likewise.
     grid = (h // patch // merge, merge, patch, w // patch // merge, merge, patch)
     blocks = values.reshape(t, *grid, channels)
-    # -> frame, block row, block column, row, column, channel, y, x
+    # -> frame, block y, block x, patch y, patch x, channel, pixel y, pixel x
     blocks = blocks.transpose(0, 1, 4, 2, 5, 7, 3, 6)
     blocks = np.repeat(blocks[:, :, :, :, :, :, None], temporal, axis=6)
     return blocks.reshape(t, -1, config.patch_dim)
@@ -289,7 +291,7 @@ class VisionTower(nnx.Module):
         taps."""
         x = self.embed(jnp.asarray(patches, self.dtype), layout)
         c = self.config
-        angles = vision_angles(layout.row, layout.column, c)
+        angles = vision_angles(layout.y, layout.x, c)
         segments = self.segments(layout, len(x))
         # Each tapped layer writes to its slot, and all others to one spare slot at the end. The
         # scan then keeps levels + 1 hidden states instead of one per layer.

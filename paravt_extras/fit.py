@@ -282,7 +282,7 @@ def choose_mesh(run: Run, devices: Devices, most_tensor: int) -> MeshSettings:
         # Sharded by heads only, the base serves updates and the engine alike, without a copy.
         pass
     elif run.rl is not None:
-        rows = run.rl_shape.rows
+        rows = run.rl_shape.all_rollouts
     elif run.sft is not None:
         rows = run.sft.rows
     of_replica = 2 ** math.ceil(math.log2(rows)) // data

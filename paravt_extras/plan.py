@@ -126,8 +126,8 @@ class PlannedStep:
     @property
     def lowerings(self) -> Iterator[Lowering]:
         """The programs of an update."""
-        rows = list(itertools.product(self.microbatches, self.batches))
-        return self.updater.lowerings(self.updater.start, self.bank, rows)
+        inputs = list(itertools.product(self.microbatches, self.batches))
+        return self.updater.lowerings(self.updater.initial, self.bank, inputs)
 
 
 def sft_step(planned: PlannedModel) -> PlannedStep:
@@ -266,7 +266,7 @@ def programs(run: Run, devices: Sequence[Any], host: Sequence[Any]) -> list[Prog
         if phase is None:
             continue
         step = make(planned)
-        moments = {"moments": step.updater.start.optimizer}
+        moments = {"moments": step.updater.initial.optimizer}
         residents = training | moments | {"batch": (step.bank, step.microbatches, step.batches)}
         lowerings = list(step.lowerings)
         if phase is run.rl:

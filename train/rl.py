@@ -38,7 +38,7 @@ class Trained(NamedTuple):
     lengths: tuple[GroupLengths, ...]
     """Lengths of the trajectories."""
     advantages: Float[np.ndarray, "r u"]
-    """Of every token; group p has the rows from p * group_size on."""
+    """Of every token; group p has the rollouts from p * group_size on."""
 
 
 def train_rl(
@@ -66,7 +66,7 @@ def train_rl(
     """
     settings = learner.settings
     pool = RolloutPool() if settings.max_staleness else None
-    state, cursor = saver.restore(learner.start)
+    state, cursor = saver.restore(learner.initial)
     if cursor is not None:
         position, carried = cursor
         questions.set_state(position)

@@ -26,7 +26,7 @@ def train_sft(parts: Parts, weights: Any, batches: SFTBatches, saver: Saver) -> 
     """
     settings = batches.settings
     updater = make_sft_updater(parts.skeleton, weights, settings, batches.shape)
-    state, cursor = saver.restore(updater.start)
+    state, cursor = saver.restore(updater.initial)
     if cursor is not None:
         batches.set_state(cursor)
     if saver.left:

@@ -67,10 +67,10 @@ class Qwen25VLVisionTower(VisionTower):
         attention is cheap next to the projections.
         """
         side = self.config.window_patches
-        frame = jnp.ones_like(layout.row) if layout.frame is None else layout.frame
-        window = layout.row // side * _MOST_WINDOWS + layout.column // side
+        frame = jnp.ones_like(layout.y) if layout.frame is None else layout.frame
+        window = layout.y // side * _MOST_WINDOWS + layout.x // side
         windows = jnp.where(frame > 0, frame * _MOST_WINDOWS**2 + window, 0)
-        shape = (rows, layout.row.shape[1])
+        shape = (rows, layout.y.shape[1])
         frame = jnp.broadcast_to(frame, shape)
         windows = jnp.broadcast_to(windows, shape)
         full = np.isin(np.arange(self.config.depth), self.config.fullatt_block_indexes)

@@ -62,12 +62,10 @@ class Qwen3VLVisionTower(VisionTower):
         """
         side = math.isqrt(self.config.num_position_embeddings)
         table = self.positions[...].astype(jnp.float32)
-        rows = _neighbours(layout.row, layout.height, side)
-        columns = _neighbours(layout.column, layout.width, side)
         corners = [
-            (row_weight * column_weight)[..., None] * jnp.take(table, row * side + column, axis=0)
-            for row, row_weight in rows
-            for column, column_weight in columns
+            (y_weight * x_weight)[..., None] * jnp.take(table, y * side + x, axis=0)
+            for y, y_weight in _neighbours(layout.y, layout.height, side)
+            for x, x_weight in _neighbours(layout.x, layout.width, side)
         ]
         return functools.reduce(operator.add, corners)
 

@@ -65,9 +65,9 @@ def _config(content: Mapping[str, Any]) -> ModelConfig:
         f"model_type = {_shown(name)}: supported are {', '.join(FAMILIES)}; "
         "give the config.json of such a model",
     )
-    for part, types in _ROPE_TYPES.items():
-        _require_object(part, content.get(part))
-        _require_unscaled(f"{part}.", content.get(part) or {}, types)
+    for section, types in _ROPE_TYPES.items():
+        _require_object(section, content.get(section))
+        _require_unscaled(f"{section}.", content.get(section) or {}, types)
     # The decoder's fields may be at the top level. If they are not, a scaling that someone wrote
     # there would have no effect.
     _require_unscaled("", content, _ROPE_TYPES["text_config"])
@@ -107,11 +107,11 @@ def _require_object(name: str, value: Any) -> None:
 
 
 def _require_unscaled(prefix: str, content: Mapping[str, Any], types: Sequence[str]) -> None:
-    """Raise ValueError if a part of config.json scales its rotary embeddings.
+    """Raise ValueError if a section of config.json scales its rotary embeddings.
 
     Args:
         prefix: what the names of its fields begin with, for errors.
-        content: the part.
+        content: the section.
         types: the types of rotary embeddings that it may have.
     """
     for field in _ROPE_FIELDS:
@@ -129,7 +129,7 @@ def _require_unscaled(prefix: str, content: Mapping[str, Any], types: Sequence[s
 def _require_supported(
     name: str, content: Mapping[str, Any], supported: Mapping[str, Any], title: str
 ) -> None:
-    """Raise ValueError if a part sets a field to another than its only value; it may be absent."""
+    """Raise ValueError if a field has another than its only value; it may be absent."""
     for field, value in supported.items():
         given = content.get(field, value)
         require(
@@ -140,7 +140,7 @@ def _require_supported(
 
 
 def _read_text(text: Mapping[str, Any], tied: bool, chosen: Family) -> TextConfig:
-    """Return the configuration of the decoder, whose part of config.json is `text`."""
+    """Return the configuration of the decoder, whose section of config.json is `text`."""
     rope = _rope(text)
     supported = {**chosen.supported["text_config"], **chosen.decoder}
     _require_supported("text_config", {**text, **rope}, supported, chosen.title)
@@ -175,20 +175,20 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     has both objects, only `rope_scaling` counts, as in transformers 5.
     """
     rope: dict[str, Any] = {}
-    for part in (text, text.get("rope_scaling") or text.get("rope_parameters") or {}):
+    for section in (text, text.get("rope_scaling") or text.get("rope_parameters") or {}):
         for name in ("rope_theta", "mrope_section", "mrope_interleaved"):
-            if part.get(name) is not None:
-                rope[name] = part[name]
+            if section.get(name) is not None:
+                rope[name] = section[name]
     return rope
 
 
 def _read_fields(kind: type[Fields], name: str, content: Mapping[str, Any], title: str) -> Fields:
-    """Return a part's configuration from `content`. Entries that are no fields are ignored.
+    """Return a section's configuration from `content`. Entries that are no fields are ignored.
 
     Args:
         kind: its dataclass.
-        name: name of the part, for errors.
-        content: its part of config.json.
+        name: name of the section, for errors.
+        content: its section of config.json.
         title: name of the family.
     """
     fields = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
@@ -266,8 +266,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.text.tie_word_embeddings,
         **{name: getattr(config, name) for name in _IDS},
         **{
-            part: {**fields, "model_type": kinds[part], **chosen.supported[part]}
-            for part, fields in {"text_config": text | experts, "vision_config": vision}.items()
+            section: {**fields, "model_type": kinds[section], **chosen.supported[section]}
+            for section, fields in {"text_config": text | experts, "vision_config": vision}.items()
         },
     }
 

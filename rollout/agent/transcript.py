@@ -75,14 +75,14 @@ def _turns(
     """Return each turn's tokens and calls."""
     trajectory = episode.trajectory
     kinds = _kinds_by_position(episode, vocabulary)
-    credit_start = len(split_prompt(trajectory)[0])
+    credit_offset = len(split_prompt(trajectory)[0])
     turns: list[dict[str, Any]] = []
     position = 0
     tokens: list[dict[str, Any]] = []
     for segment in trajectory.segments:
         # A turn is a pinned opening, if there is one, and the MODEL segment after it.
         if segment.author in (Author.PINNED, Author.MODEL):
-            tokens += _tokens(segment, position, credit_start, kinds, vocabulary, credit)
+            tokens += _tokens(segment, position, credit_offset, kinds, vocabulary, credit)
         if segment.author is Author.MODEL:
             number = len(turns)
             calls = episode.turns[number].calls if number < len(episode.turns) else ()
@@ -105,7 +105,7 @@ def _kinds_by_position(episode: Episode, vocabulary: Vocabulary) -> dict[int, st
 def _tokens(
     segment: Segment,
     position: int,
-    credit_start: int,
+    credit_offset: int,
     kinds: dict[int, str],
     vocabulary: Vocabulary,
     credit: Float[np.ndarray, " t"] | None,
@@ -117,7 +117,7 @@ def _tokens(
         # `credit` starts at the cut of `split_prompt`, positions with the trajectory.
         token_credit = None
         if credit is not None and kind is not None:
-            token_credit = float(credit[position + n - credit_start])
+            token_credit = float(credit[position + n - credit_offset])
         # Remote samplers report NaN.
         logprob = None
         if segment.logprobs is not None and math.isfinite(segment.logprobs[n]):

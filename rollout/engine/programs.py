@@ -229,13 +229,13 @@ class Programs:
         first: Int[Array, " b"],
         lengths: Int[Array, " b"],
     ) -> Pool:
-        """Write each row's keys and values [l, b, t, k, h] to its slots from `first` on.
+        """Write each row's keys and values [l, b, t, k, h] to its pages, from offset `first` on.
 
-        Slot s of a row is token s % page of its page number s // page.
+        Offset n of a row is token n % page of its page number n // page.
         """
         step = jnp.arange(kv.k.shape[2])[None, :]
-        slots = first[:, None] + step
-        columns = jnp.minimum(slots // self.page, tables.shape[1] - 1)
+        offsets = first[:, None] + step
+        columns = jnp.minimum(offsets // self.page, tables.shape[1] - 1)
         pages = jnp.take_along_axis(tables, columns, axis=1)
         # Padding is sent to a page that does not exist, where mode="drop" discards it. A page that
         # does exist could be written twice in one scatter, in any order.
@@ -243,7 +243,7 @@ class Programs:
         # [l, b, t, k, 2, h] -> [l, b, t, 2k, h]: key, value, key, value, ...
         both = jnp.stack(kv, axis=-2)
         both = both.reshape(*kv.k.shape[:3], -1, kv.k.shape[-1])
-        return pool.at[:, pages, slots % self.page].set(both.astype(pool.dtype), mode="drop")
+        return pool.at[:, pages, offsets % self.page].set(both.astype(pool.dtype), mode="drop")
 
     def _prefill(self, weights: Any, pool: Pool, bank: Bank | None, pieces: Pieces) -> Pool:
         """Compute the tokens of `pieces` and write their keys and values to their pages.
@@ -267,7 +267,7 @@ class Programs:
         # values of all rows would take several times the memory of the pool.
         def read_before(layer: Int[Array, ""]) -> KV:
             kv = self._read(pool, pieces.tables[:, :pages_before], layer)
-            # Unused slots may hold anything, even NaN, which survives an attention weight of 0.
+            # Unused offsets may hold anything, even NaN, which survives an attention weight of 0.
             return KV(*(jnp.where(mask[..., None, None], x, 0) for x in kv))
 
         _, kv = text(

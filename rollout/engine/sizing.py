@@ -100,8 +100,8 @@ def engine_sizes(
     whole = round_up(max(prompt + longest.response, crop + longest.report), page)
     # Tokens that a row reads on its own pages if prompts are shared. Only full pages are shared, so
     # the last page of the prompt is added to the response.
-    row = max(longest.response + page, crop + longest.report)
-    row_lengths = _row_lengths(min(row, _SHORTEST_READ), whole, page)
+    own = max(longest.response + page, crop + longest.report)
+    row_lengths = _row_lengths(min(own, _SHORTEST_READ), whole, page)
     prefix_lengths: tuple[int, ...] = ()
     if share_prompts:
         # Short prompts get a program of half the length, unless that would save little.

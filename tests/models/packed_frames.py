@@ -18,7 +18,7 @@ def packed_layout(grids: Sequence[tuple[int, int]], size: int, config: VisionCon
     layout[2:4] = 1
     first = 0
     for number, frame in enumerate(frames, 1):
-        end = first + frame.row.size
+        end = first + frame.y.size
         layout[:4, first:end] = np.concatenate(frame[:4])
         layout[4, first:end] = number
         first = end

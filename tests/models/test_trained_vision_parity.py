@@ -76,7 +76,7 @@ def cached_of(model: Any, vision: TrainedVision, sample: Sample) -> tuple[Any, A
     tokens = len(sample.patches) // config.spatial_merge_size**2
     if vision.whole:
         patches = sample.patches.astype(np.float32).reshape(tokens, *vision.vector)
-        rows = vision.in_rows(patches, frames)[None]
+        rows = vision.padded(patches, frames)[None]
         return jnp.asarray(rows), jnp.array([frames], jnp.int32), tokens
     ends = np.cumsum([h * w for h, w in frames])
     parts = np.split(sample.patches.astype(np.float32), ends)[:-1]

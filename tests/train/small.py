@@ -260,7 +260,7 @@ def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
     """The metrics of two steps of RL in which one of two questions calls all sub-agents."""
     assert road.run.rl is not None
     learner = road_learner(road, road.run.rl, road.run.rl_shape, fsdp=fsdp)
-    state, sampler, steps = learner.start, Uneven(road), []
+    state, sampler, steps = learner.initial, Uneven(road), []
     for _ in range(2):
         state, figures = take_step(
             learner, state, cast(Any, sampler), road.environment, road.data.questions[:2], seed=0

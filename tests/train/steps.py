@@ -58,7 +58,7 @@ def actor_of(
     learner: Learner, sampler: Any, environment: Any, judge: Judge | None = None
 ) -> TrainedActor:
     """An actor whose sampler gets the weights of this learner."""
-    skeleton, weights = learner.skeleton, learner.start.weights
+    skeleton, weights = learner.skeleton, learner.initial.weights
     kept: Any = learner
     if not hasattr(kept, "sync"):
         # Made once: it compiles.

@@ -123,7 +123,7 @@ def test_micro_batches_give_the_gradients_of_one(model, features, rendered):
         bank = BankPlacer(updater.mesh, shape.room(devices=1), None)(own.visual, own.grids)
         batch = jnp.asarray(own.mask)
         parts = own.microbatches
-        gradients, metrics = updater.gradients(updater.start.weights, bank, parts, batch)
+        gradients, metrics = updater.gradients(updater.initial.weights, bank, parts, batch)
         found.append((gradients, sum(map(float, metrics["loss"]))))
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
     for ours, theirs in zip(*(jax.tree.leaves(gradients) for gradients, _ in found), strict=True):

@@ -84,7 +84,7 @@ def evaluated(road, small, monkeypatch):
     monkeypatch.setattr(train.run, "open_actor", scripted)
     monkeypatch.setattr(train.run, "align", lambda *_: None)
     monkeypatch.setattr(train.run, "train_sft", untrained)
-    monkeypatch.setattr(train.run, "train_rl", lambda learner, *_: learner.start.weights)
+    monkeypatch.setattr(train.run, "train_rl", lambda learner, *_: learner.initial.weights)
     monkeypatch.setattr(train.run, "export_run", lambda *_: None)
     return evaluate
 

@@ -57,7 +57,7 @@ def cold_start(road):
     )
     batches = SFTBatches(settings, road.data, None, 0, road.environment, mesh)
     updater = make_sft_updater(Skeleton(graph, frozen), weights, settings, batches.shape)
-    state = updater.start
+    state = updater.initial
     for left in (1, 0):
         state, _, metrics = sft_step(updater, state, batches, left)
     return host(state.weights), metrics
@@ -104,9 +104,11 @@ def test_the_reference_is_the_base_with_the_adapters_that_rl_starts_from(adapted
         learner = road_learner(road)
         if reference is not None:
             learner.reference = reference
-        actor_of(learner, engine, road.environment).load(learner.start.weights, 0)
+        actor_of(learner, engine, road.environment).load(learner.initial.weights, 0)
         questions = road.data.questions[:2]
-        _, metrics = take_step(learner, learner.start, engine, road.environment, questions, seed=0)
+        _, metrics = take_step(
+            learner, learner.initial, engine, road.environment, questions, seed=0
+        )
         return metrics
 
     metrics = first_step()
@@ -133,7 +135,7 @@ def test_a_number_that_changes_on_its_way_to_the_sampler_is_noticed_in_that_step
     learner = road_learner(adapted)
     questions = adapted.data.questions[:2]
     with pytest.raises(ValueError, match="after step 1, the sampler of process 0 has weights"):
-        take_step(learner, learner.start, Faulty(adapted), adapted.environment, questions)
+        take_step(learner, learner.initial, Faulty(adapted), adapted.environment, questions)
 
 
 def small_run(small, folder, **fields):

@@ -173,7 +173,7 @@ LENGTHS = Lengths(prompt=100, visual=64, response=50, crop_prompt=30, report=8)
 
 def test_figures_of_a_step():
     shape = StepShape(groups=3, rollouts=4, limits=LENGTHS)
-    assert (shape.rows, shape.suffix, shape.trajectory) == (12, 50, 150)
+    assert (shape.all_rollouts, shape.suffix, shape.trajectory) == (12, 50, 150)
     assert shape.tokens == 3 * (100 + 4 * 50)
 
 

@@ -50,7 +50,7 @@ def require_same_cold_start(road: Any, **axes: int) -> None:
     updater = make_sft_updater(skeleton, weights, settings, batches.shape)
     step = next(batches)
     rows = [(step.microbatches[0], step.mask)]
-    real = updater.lowerings(updater.start, step.bank, rows)
+    real = updater.lowerings(updater.initial, step.bank, rows)
     planned = sft_step(PlannedModel.of(road.run, mesh, road.model.config))
     bank: Any = planned.bank.cached
     shape = step.bank.cached.shape
@@ -64,7 +64,7 @@ def require_same_rl(road: Any, settings: RLSettings, **axes: int) -> None:
     """Micro-batches of every size, what the loss reads besides, and the reference."""
     run = dataclasses.replace(road.run, rl=settings)
     learner = road_learner(road, settings, run.rl_shape, **axes)
-    real = learner.lowerings(learner.start, road.environment.features)
+    real = learner.lowerings(learner.initial, road.environment.features)
     planned = PlannedModel.of(run, learner.mesh, road.model.config)
     step = rl_step(planned)
     require_same(real, [*step.lowerings, *reference_lowerings(planned, step)])

@@ -53,7 +53,7 @@ def learner(road):
 @pytest.fixture
 def start(learner):
     """A state that an update may donate."""
-    return jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), learner.start)
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), learner.initial)
 
 
 def gated(road, *budgets: int) -> RLSettings:
@@ -126,7 +126,7 @@ def test_the_reference_is_in_host_memory_in_the_type_of_activations(road, small)
     skeleton, weights = Skeleton(nnx.split(model.text)[0]), road.fresh()
     learner = Learner(skeleton, weights, road.model.config, road.run.rl, road.run.rl_shape)
     for kept, trained in zip(
-        jax.tree.leaves(learner.reference), jax.tree.leaves(learner.start.weights), strict=True
+        jax.tree.leaves(learner.reference), jax.tree.leaves(learner.initial.weights), strict=True
     ):
         assert kept.sharding.memory_kind == "pinned_host"
         assert kept.dtype == jnp.bfloat16 != trained.dtype
@@ -374,7 +374,7 @@ def test_micro_batches_change_nothing(road, small, start):
         seed=0,
     )
     cut, others = take_step(
-        parts, parts.start, small.Script(road), road.environment, road.data.questions[:2], seed=0
+        parts, parts.initial, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
     assert others["packing/microbatches"] > figures["packing/microbatches"]
     for name in ("loss", "grad_norm", "logprob_gap", "capped_fraction"):
@@ -464,6 +464,6 @@ def test_invalid_settings_are_refused(change, message):
 
 def test_the_norm_of_an_update_is_that_of_its_gradients(road):
     updater = road_learner(road).updater
-    ones = jax.tree.map(jnp.ones_like, updater.start.weights)
-    _, norm = updater.apply(updater.start, ones)
+    ones = jax.tree.map(jnp.ones_like, updater.initial.weights)
+    _, norm = updater.apply(updater.initial, ones)
     assert norm == pytest.approx(np.sqrt(sum(x.size for x in jax.tree.leaves(ones))), rel=1e-5)

@@ -46,7 +46,7 @@ def updater(road) -> Updater:
 @pytest.fixture
 def start(updater) -> TrainState:
     """A state that an update may donate."""
-    return jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), updater.start)
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), updater.initial)
 
 
 @pytest.fixture

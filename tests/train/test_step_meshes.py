@@ -138,7 +138,7 @@ def config_of(text: TextConfig) -> ModelConfig:
 def rl_batch(settings: RLSettings) -> GRPOBatch:
     """What PARA-GRPO reads about the rollouts, with random rewards and tags."""
     rng = np.random.default_rng(1)
-    size = (SHAPE.rows, SHAPE.suffix)
+    size = (SHAPE.all_rollouts, SHAPE.suffix)
     mask = np.zeros(size, bool)
     behaviour = np.zeros(size, np.float32)
     for found in groups():
@@ -148,8 +148,8 @@ def rl_batch(settings: RLSettings) -> GRPOBatch:
             mask[found.rollout + n, :length] = trajectory.authors[first:] == Author.MODEL
             behaviour[found.rollout + n, :length] = trajectory.logprobs[first:]
     rollouts = (SHAPE.groups, SHAPE.rollouts)
-    tags = (SHAPE.rows, 6)
-    tokens = rng.permuted(np.tile(np.arange(SHAPE.suffix), (SHAPE.rows, 1)), axis=1)
+    tags = (SHAPE.all_rollouts, 6)
+    tokens = rng.permuted(np.tile(np.arange(SHAPE.suffix), (SHAPE.all_rollouts, 1)), axis=1)
     structure = Structure(
         np.sort(tokens[:, :6]).astype(np.int32),
         rng.integers(0, len(Kind), tags).astype(np.int8),
@@ -211,7 +211,7 @@ def rl_step(
         whole = RLBatch(batch, advantages, batch_totals(batch))
     updater = Updater(Skeleton(graph, base), state, optimizer, rl_loss(settings))
     microbatches = [
-        put(build(each, groups(), config, SHAPE.rows, SHAPE.suffix), mesh, whole=True)
+        put(build(each, groups(), config, SHAPE.all_rollouts, SHAPE.suffix), mesh, whole=True)
         for each in packed
     ]
     gradients, metrics = updater.gradients(state.weights, Bank(visual), microbatches, whole)
@@ -270,8 +270,8 @@ def sft_step(
     rows = tuple(put(part, mesh) for part in own.microbatches)
     batch = put(own.mask, mesh)
     bank = BankPlacer(mesh, shape.room(devices), None)(own.visual, own.grids)
-    gradients, metrics = updater.gradients(updater.start.weights, bank, rows, batch)
-    state, norm = updater.apply(updater.start, gradients)
+    gradients, metrics = updater.gradients(updater.initial.weights, bank, rows, batch)
+    state, norm = updater.apply(updater.initial, gradients)
     return state, to_floats(metrics | {"grad_norm": [norm]})
 
 

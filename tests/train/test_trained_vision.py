@@ -54,7 +54,7 @@ def learner(thawed):
 @pytest.fixture
 def start(learner):
     """A state that an update may donate."""
-    return jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), learner.start)
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), learner.initial)
 
 
 def equal(a, b) -> bool:
@@ -143,7 +143,7 @@ def test_what_the_sampler_sees_is_what_the_update_scores(thawed, learner, start)
     actor_of(learner, engine, environment).load(start.weights, 0)
     state, first = take_step(learner, start, engine, environment, questions)
     assert first["kl_reference"] == pytest.approx(0, abs=1e-7)
-    before = split_vision(learner.start.weights)[1]
+    before = split_vision(learner.initial.weights)[1]
     after = split_vision(state.weights)[1]
     for (path, x), y in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
         assert (np.asarray(x) != np.asarray(y)).any(), jax.tree_util.keystr(path)
@@ -211,7 +211,7 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
     (part,) = step.microbatches
     loss = sft_loss(settings)
     updater = make_sft_updater(skeleton_of(thawed), thawed.fresh(), settings, batches.shape)
-    weights = updater.start.weights
+    weights = updater.initial.weights
     ours, _ = updater.gradients(weights, step.bank, step.microbatches, step.mask)
 
     cached = np.asarray(step.bank.cached)[0]

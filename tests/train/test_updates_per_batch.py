@@ -40,7 +40,7 @@ def learner_of(road, updates: int = 2, **changes: Any) -> Learner:
 
 def one_step(road, small, learner: Learner) -> tuple[Any, dict[str, float]]:
     questions = road.data.questions[:2]
-    return take_step(learner, learner.start, small.Script(road), road.environment, questions)
+    return take_step(learner, learner.initial, small.Script(road), road.environment, questions)
 
 
 def differ(one: Any, other: Any) -> bool:
@@ -70,7 +70,7 @@ def test_the_second_gradient_is_that_of_the_first_updates_weights(road, small, u
     learner = learner_of(road, updates=1)
     questions = road.data.questions[:2]
     first, trained, metrics = take_whole_step(
-        learner, learner.start, small.Script(road), road.environment, questions
+        learner, learner.initial, small.Script(road), road.environment, questions
     )
     shape, mesh = road.run.rl_shape, make_mesh(1, 1, 1)
     step = lay_out(trained.rollouts, road.environment, learner.room)

@@ -72,7 +72,7 @@ class Group(NamedTuple):
 
     trajectories: tuple[Trajectory, ...]
     rollout: int
-    """Row of the first trajectory among the step's rollouts; the others follow."""
+    """Index of the first trajectory among the step's rollouts; the others follow."""
     grids: tuple[tuple[int, int], ...]
     """Height and width, in patches, of the prompt's frames."""
     slot: int
@@ -103,7 +103,7 @@ def build(
         packed: Which trajectories are in which row.
         groups: All groups of the step.
         config: Gives positions and placeholders of visual tokens.
-        rollouts: Rows r of `Microbatch.index`.
+        rollouts: The number r of rollouts in `Microbatch.index`.
         suffix: Its width u, the length of the longest rollout.
 
     Returns:

@@ -93,7 +93,7 @@ class StepShape:
     limits: Lengths
 
     @property
-    def rows(self) -> int:
+    def all_rollouts(self) -> int:
         """Rollouts of the step."""
         return self.groups * self.rollouts
 
@@ -110,7 +110,7 @@ class StepShape:
     @property
     def tokens(self) -> int:
         """Tokens of a step whose trajectories are all as long as they may be."""
-        return self.groups * self.limits.prompt + self.rows * self.limits.response
+        return self.groups * self.limits.prompt + self.all_rollouts * self.limits.response
 
     def room(self, processes: int, devices: int) -> VisualRoom:
         """Return the room, per device, for the frames that one process may provide."""
@@ -194,9 +194,9 @@ def pack(
             "raise protocol.text_tokens or protocol.trajectory_tokens"
         )
     tried = [
-        _packed(groups, row, chunk, shapes)
-        for row, chunk in itertools.product(lengths, lengths)
-        if max(chunk, longest) <= row
+        _packed(groups, row_tokens, most_of_chunk, shapes)
+        for row_tokens, most_of_chunk in itertools.product(lengths, lengths)
+        if max(most_of_chunk, longest) <= row_tokens
     ]
     charge = _CHARGE * shapes[0].size
 

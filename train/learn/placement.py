@@ -215,7 +215,7 @@ class BankPlacer:
         vision: TrainedVision,
     ) -> Bank:
         """Return a bank of patches, of which every device gets equally many frames."""
-        padded = vision.in_rows(cached, grids)
+        padded = vision.padded(cached, grids)
         share = math.ceil(len(grids) / self._devices)
         rows, sizes = [], np.zeros((self._devices, self._room.frames, 2), np.int32)
         for device in range(self._devices):
@@ -307,12 +307,12 @@ def in_replicas(function: Gradients, mesh: Mesh) -> Gradients:
         return function
 
     def of_all(arrays: Any, sums: Any, batch: Any) -> tuple[Any, Any]:
-        def local(arrays: Any, sums: Any, rows: Any, numbers: Any) -> tuple[Any, Any]:
+        def local(arrays: Any, sums: Any, batch: Any, numbers: Any) -> tuple[Any, Any]:
             # [1, ...] -> [...], and back.
             sums, number = jax.tree.map(lambda x: x[0], (sums, numbers))
-            rows = tuple(_in_replica(tree, number) for tree in rows)
-            sums, metrics = function(arrays, sums, rows)
-            return jax.tree.map(lambda x: x[None], sums), _of_all_rows(metrics)
+            batch = tuple(_in_replica(tree, number) for tree in batch)
+            sums, metrics = function(arrays, sums, batch)
+            return jax.tree.map(lambda x: x[None], sums), _of_all_replicas(metrics)
 
         return jax.shard_map(
             local,
@@ -325,7 +325,7 @@ def in_replicas(function: Gradients, mesh: Mesh) -> Gradients:
     return of_all
 
 
-def _of_all_rows(metrics: Mapping[str, Array]) -> dict[str, Array]:
+def _of_all_replicas(metrics: Mapping[str, Array]) -> dict[str, Array]:
     """Return the metrics of all replicas, given those of one."""
     largest = {name: x for name, x in metrics.items() if name.endswith("_max")}
     added = {name: x for name, x in metrics.items() if name not in largest}
@@ -333,8 +333,7 @@ def _of_all_rows(metrics: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _in_replica(tree: Any, number: Int[Array, ""]) -> Any:
-    """Return a part of a batch whose rows are those of a replica: it has no tokens of other
-    replicas."""
+    """Return a tree of a batch for the rows of a replica: it has no tokens of other replicas."""
     if not isinstance(tree, Microbatch):
         return tree
     own = tree.index - number * tree.ids.size

@@ -78,10 +78,10 @@ def rl_loss(settings: RLSettings) -> Loss:
     """Return the loss of PARA-GRPO on a micro-batch."""
 
     def loss(
-        text: TextDecoder, visual: Float[Array, "*m c d"], rows: Microbatch, batch: RLBatch
+        text: TextDecoder, visual: Float[Array, "*m c d"], microbatch: Microbatch, batch: RLBatch
     ) -> tuple[Float[Array, ""], Metrics]:
-        logprobs = score_rollouts(text, visual, rows, settings.temperature, settings.remat)
-        here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (rows.index >= 0))
+        logprobs = score_rollouts(text, visual, microbatch, settings.temperature, settings.remat)
+        here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (microbatch.index >= 0))
         gamma = settings.rewards.gamma
         value, metrics = paravt_loss(
             logprobs, batch.advantages, here, settings.grpo, batch.totals, gamma
@@ -106,7 +106,7 @@ class Learner:
         shape: Upper bounds on the rollouts of a step, from `RLSettings.shape`.
 
     Attributes:
-        start: The state before the first update.
+        initial: The state before the first update.
         reference: The reference weights, in the host's memory.
         room: Upper bounds on a step, and the sizes of its micro-batches, the largest first.
     """
@@ -130,9 +130,9 @@ class Learner:
         devices = row_devices(mesh)
         visual = shape.room(devices=devices, processes=jax.process_count())
         self._put_bank = BankPlacer(mesh, visual, skeleton.vision)
-        start = init_state(weights, optimizer)
-        self.updater = Updater(skeleton, start, optimizer, rl_loss(settings), visual.slots)
-        self.start = self.updater.start
+        initial = init_state(weights, optimizer)
+        self.updater = Updater(skeleton, initial, optimizer, rl_loss(settings), visual.slots)
+        self.initial = self.updater.initial
         pieces = row_pieces(config.text, mesh.shape["fsdp"], mesh.shape["tensor"])
         sizes = shape.microbatches(settings.microbatch_tokens, devices, pieces)
         self.room = StepRoom(shape, sizes, devices)
@@ -226,8 +226,8 @@ class Learner:
         batches = [first]
         if self.settings.updates_per_batch > 1:
             batches.append(first.later(like(first.advantages, self._whole)))
-        rows = [(microbatch, batch) for microbatch in microbatches for batch in batches]
-        yield from self.updater.lowerings(state, bank, rows)
+        inputs = [(microbatch, batch) for microbatch in microbatches for batch in batches]
+        yield from self.updater.lowerings(state, bank, inputs)
         _, vision = split_vision(state.weights)
         visual = self.updater.abstract_visual(vision, bank)
         reference, reference_vision = split_vision(like(self.reference, self._weight_shardings))
@@ -243,7 +243,7 @@ class Learner:
         text, vision = split_vision(jax.device_put(self.reference, self._weight_shardings))
         visual = self.updater.visual(vision, bank)
         # A token is in one micro-batch, and 0 in all others.
-        logprobs = [self.logprobs(text, visual, rows) for rows in microbatches]
+        logprobs = [self.logprobs(text, visual, each) for each in microbatches]
         # The weights are freed on return, before the update needs their memory.
         return jax.block_until_ready(functools.reduce(jnp.add, logprobs))
 
@@ -255,7 +255,7 @@ class Learner:
 
     def _put(self, laid_out: LaidOut) -> StepBatch:
         bank = self._put_bank(laid_out.visual, laid_out.grids)
-        microbatches = tuple(put(rows, self.mesh, whole=True) for rows in laid_out.microbatches)
+        microbatches = tuple(put(each, self.mesh, whole=True) for each in laid_out.microbatches)
         played = put(laid_out.grpo, self.mesh)
         return StepBatch(laid_out, bank, microbatches, played)
 

@@ -1,9 +1,9 @@
 """What one RL update reads: packed rows, visual vectors, and the rollouts that PARA-GRPO scores.
 
 Two layouts meet here. The model computes packed rows (`train.learn.batch`). PARA-GRPO works on
-rollouts, one per row: the main agents' trajectories. Log-probs are gathered from the first layout
-into the second. The loss therefore does not depend on how trajectories are
-packed, ordered, or split into micro-batches.
+rollouts, which are the main agents' trajectories, side by side and padded. Log-probs are gathered
+from the first layout into the second. So the loss does not depend on how trajectories are packed,
+ordered, or split into micro-batches.
 
 Every process knows all rollouts, and so lays out the same arrays. Visual vectors are the exception:
 each process provides those of some prompts that it played.
@@ -130,7 +130,7 @@ def lay_out(
     ]
     lengths = tuple(group.lengths for group in groups)
     microbatches = tuple(
-        build(packed, groups, features.config, shape.rows, shape.suffix)
+        build(packed, groups, features.config, shape.all_rollouts, shape.suffix)
         for packed in pack(lengths, sizes)
     )
     metrics = {"token_mismatches": float(mismatches(microbatches, groups))}
@@ -166,7 +166,8 @@ def empty_step(
 ) -> tuple[tuple[Microbatch, ...], GRPOBatch]:
     """Return a micro-batch of every size without rollouts, and what PARA-GRPO reads of none."""
     microbatches = tuple(
-        build(PackedMicrobatch(size, ()), [], config, shape.rows, shape.suffix) for size in sizes
+        build(PackedMicrobatch(size, ()), [], config, shape.all_rollouts, shape.suffix)
+        for size in sizes
     )
     version = 0 if stale else None
     batch = _grpo_batch(Rollouts(()), lambda _: b"", shape, version)
@@ -257,7 +258,7 @@ def _grpo_batch(
 ) -> GRPOBatch:
     """Return what PARA-GRPO reads about the rollouts, but for the log-probs of the reference
     (zeros)."""
-    size = (shape.rows, shape.suffix)
+    size = (shape.all_rollouts, shape.suffix)
     by_token: dict[str, Any] = {
         "mask": np.zeros(size, bool),
         "behaviour": np.zeros(size, np.float32),
@@ -272,24 +273,24 @@ def _grpo_batch(
         "valid": np.zeros(by_group, bool),
         "compliant": np.zeros(by_group, bool),
     }
-    structures = [(np.zeros(0, np.int32), np.zeros(0, np.int8))] * shape.rows
+    structures = [(np.zeros(0, np.int32), np.zeros(0, np.int8))] * shape.all_rollouts
     for p, group in enumerate(rollouts.groups):
         for g, (episode, reward) in enumerate(zip(group.episodes, group.rewards, strict=True)):
             by_rollout["rewards"][p, g] = reward.total
             by_rollout["anchor_rewards"][p, g] = reward.anchor
             by_rollout["valid"][p, g] = True
             by_rollout["compliant"][p, g] = reward.compliant
-            row = p * shape.rollouts + g
+            rollout = p * shape.rollouts + g
             trajectory = episode.trajectory
             first = len(split_prompt(trajectory)[0])
             length = len(trajectory.ids) - first
-            by_token["mask"][row, :length] = trajectory.authors[first:] == Author.MODEL
-            by_token["behaviour"][row, :length] = trajectory.logprobs[first:]
+            by_token["mask"][rollout, :length] = trajectory.authors[first:] == Author.MODEL
+            by_token["behaviour"][rollout, :length] = trajectory.logprobs[first:]
             if version is not None:
-                by_token["current"][row, :length] = trajectory.versions[first:] == version
+                by_token["current"][rollout, :length] = trajectory.versions[first:] == version
             ids, authors = trajectory.ids, trajectory.authors
             positions, kinds = find_structure(token_bytes, ids, authors)
-            structures[row] = positions - first, kinds
+            structures[rollout] = positions - first, kinds
     # The width is the same in every step, so that nothing compiles again. It is the largest
     # possible: each token breaks at most one block and opens at most one.
     structure = pad_structures(structures, multiple=2 * shape.suffix)

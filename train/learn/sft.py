@@ -128,11 +128,11 @@ def sft_loss(settings: SFTSettings) -> Loss:
     def loss(
         text: TextDecoder,
         visual: Float[Array, "*m c d"],
-        rows: Microbatch,
+        microbatch: Microbatch,
         mask: Bool[Array, "r t"],
     ) -> tuple[Float[Array, ""], dict[str, Array]]:
-        logprobs = score_rollouts(text, visual, rows, 1.0, settings.remat)
-        return -masked_mean(logprobs, mask & (rows.index >= 0), mask.sum()), {}
+        logprobs = score_rollouts(text, visual, microbatch, 1.0, settings.remat)
+        return -masked_mean(logprobs, mask & (microbatch.index >= 0), mask.sum()), {}
 
     return loss
 
@@ -151,8 +151,8 @@ def make_sft_updater(
     optimizer = make_optimizer(settings.optimizer, schedule=settings.learning_rate)
     slots = shape.room(row_devices(require_mesh(weights))).slots
     several = shape.microbatches > 1
-    start = init_state(weights, optimizer)
-    return Updater(skeleton, start, optimizer, sft_loss(settings), slots, accumulates=several)
+    initial = init_state(weights, optimizer)
+    return Updater(skeleton, initial, optimizer, sft_loss(settings), slots, accumulates=several)
 
 
 def sft_step(
@@ -274,8 +274,8 @@ class SFTBatches:
         """
         empty = self._lay_out([])
         mask = np.zeros((self.shape.rows, self.shape.tokens), bool)
-        rows = [(empty.microbatches[0], put(mask, self._mesh))]
-        yield from updater.lowerings(state, empty.bank, rows)
+        inputs = [(empty.microbatches[0], put(mask, self._mesh))]
+        yield from updater.lowerings(state, empty.bank, inputs)
         yield from self._features.lowerings(self._data.sizes)
 
     def prepare(self, left: int) -> None:
@@ -306,7 +306,7 @@ class SFTBatches:
         lengths = (tuple(len(each.trajectory.ids) for each in row) for row in rendered)
         return SFTStep(
             self._put_bank(own.visual, own.grids),
-            tuple(put(rows, self._mesh) for rows in own.microbatches),
+            tuple(put(each, self._mesh) for each in own.microbatches),
             own.mask,
             tuple(GroupLengths(0, row) for row in lengths if row),
             {},

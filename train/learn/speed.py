@@ -73,8 +73,8 @@ def visible_pairs(prompt: int, suffixes: Sequence[int]) -> float:
 
     A token of the prompt sees those before it; a token of a rollout sees the whole prompt too.
     """
-    rows = sum(n * prompt + n * (n + 1) / 2 for n in suffixes)
-    return prompt * (prompt + 1) / 2 + rows
+    of_rollouts = sum(n * prompt + n * (n + 1) / 2 for n in suffixes)
+    return prompt * (prompt + 1) / 2 + of_rollouts
 
 
 def update_flops(groups: Sequence[GroupLengths], config: ModelConfig) -> float:

@@ -129,7 +129,7 @@ def score_rollouts(
         are not in this micro-batch.
     """
     # Vectors come split by slot, but any token may need any slot. Split by their width instead:
-    # every device then looks up its part of all vectors.
+    # every device then looks up its share of all vectors.
     bank = constrain(visual.reshape(1, -1, *visual.shape[-2:]), None, None, None, ROWS)
     hidden, _ = text(
         batch.ids,
@@ -162,9 +162,9 @@ def make_logprobs(skeleton: Skeleton, temperature: float, mesh: Mesh) -> MeshPro
 
     def score(arrays: Any, _: None, batch: Any) -> tuple[None, dict[str, jax.Array]]:
         frozen, weights, visual = arrays
-        (rows,) = batch
+        (microbatch,) = batch
         text = skeleton.decoder(weights, frozen)
-        return None, {"all": score_rollouts(text, visual, rows, temperature)}
+        return None, {"all": score_rollouts(text, visual, microbatch, temperature)}
 
     def logprobs(frozen: Any, weights: Any, visual: jax.Array, batch: Microbatch) -> jax.Array:
         # Added over replicas: a token is in one of them, and 0 in all others.
@@ -189,26 +189,26 @@ def _make_add(skeleton: Skeleton, loss: Loss, state: TrainState) -> MeshProgram:
     if vision is not None:
         placed, wanted = (placed, sums_sharding(bank_sharding(mesh), mesh)), (0, 1)
 
-    def loss_and_grads(arrays: Any, total: Any, rows: Any) -> tuple[Any, dict[str, Array]]:
+    def loss_and_grads(arrays: Any, total: Any, batch: Any) -> tuple[Any, dict[str, Array]]:
         frozen, weights, visual = arrays
 
         @jax.named_scope("forward")
         def value(weights: Any, visual: Array) -> Any:
-            return loss(skeleton.decoder(weights, frozen), visual, *rows)
+            return loss(skeleton.decoder(weights, frozen), visual, *batch)
 
-        (value_of_part, metrics), grads = jax.value_and_grad(value, wanted, has_aux=True)(
+        (loss_value, metrics), grads = jax.value_and_grad(value, wanted, has_aux=True)(
             weights, visual
         )
         grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
         # A single micro-batch needs no memory for a sum.
         total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-        return total, metrics | {"loss": value_of_part}
+        return total, metrics | {"loss": loss_value}
 
     # Not `add`: the log of compilations names functions, and jnp.add has that name.
     def add_gradients(
-        frozen: Any, weights: Any, total: Any, visual: Array, *rows: Any
+        frozen: Any, weights: Any, total: Any, visual: Array, *batch: Any
     ) -> tuple[Any, dict[str, Array]]:
-        return in_replicas(loss_and_grads, mesh)((frozen, weights, visual), total, rows)
+        return in_replicas(loss_and_grads, mesh)((frozen, weights, visual), total, batch)
 
     add = jax.jit(add_gradients, donate_argnums=2, out_shardings=(placed, None))
     return MeshProgram(add, mesh, (skeleton.frozen,))
@@ -278,7 +278,7 @@ class Updater:
 
     Args:
         skeleton: The model without its trained weights.
-        start: The state before the first update, on a mesh: arrays, or only their shapes. Updates
+        initial: The state before the first update, on a mesh: arrays, or only their shapes. Updates
             keep its shardings.
         optimizer: Turns gradients into changes of the weights.
         loss: The loss of a micro-batch.
@@ -286,7 +286,7 @@ class Updater:
         accumulates: Whether a step may have several micro-batches, whose gradients are added up.
 
     Attributes:
-        start: The state before the first update.
+        initial: The state before the first update.
         add: Adds the gradients of a micro-batch.
         apply: `f(state, gradients) -> (state, norm of the gradients)`. The state is donated.
         vision: The programs of the trained part of the tower; None: none is trained.
@@ -295,18 +295,18 @@ class Updater:
     def __init__(
         self,
         skeleton: Skeleton,
-        start: TrainState,
+        initial: TrainState,
         optimizer: optax.GradientTransformation,
         loss: Loss,
         slots: int = 0,
         accumulates: bool = True,
     ):
-        mesh = require_mesh(start.weights)
+        mesh = require_mesh(initial.weights)
         self.mesh = mesh
         self._accumulates = accumulates
-        self.start = start
-        self.add = _make_add(skeleton, loss, start)
-        self.apply = _make_apply(optimizer, start)
+        self.initial = initial
+        self.add = _make_add(skeleton, loss, initial)
+        self.apply = _make_apply(optimizer, initial)
         self.vision: VisionPrograms | None = None
         if skeleton.vision is not None:
             processes = len({device.process_index for device in mesh.devices.flat})
@@ -355,14 +355,14 @@ class Updater:
         self,
         state: TrainState,
         bank: Bank,
-        rows: Sequence[tuple[Microbatch, Any]],
+        inputs: Sequence[tuple[Microbatch, Any]],
     ) -> Iterator[Lowering]:
         """Return the programs of an update, those that take long to compile first.
 
         Args:
             state: The current state.
             bank: The bank of any step.
-            rows: A micro-batch of every size, each with what else the loss reads.
+            inputs: A micro-batch of every size, each with what else the loss reads.
         """
         text, vision = split_vision(state.weights)
         total = sums_of(text, self.mesh)
@@ -374,7 +374,7 @@ class Updater:
             sums, total = (total, of_visual), merge_vision(total, like(vision, whole))
             yield functools.partial(self.vision.gradients.lower, vision, bank, of_visual)
             yield functools.partial(self.vision.encode.lower, vision, bank)
-        for microbatch, batch in rows:
+        for microbatch, batch in inputs:
             arguments = (text, sums if self._accumulates else None, visual, microbatch, batch)
             yield functools.partial(self.add.lower, *arguments)
         yield functools.partial(self.apply.lower, state, total)
