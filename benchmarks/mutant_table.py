@@ -440,9 +440,9 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "jnp.arange(before)[None, :] < pieces.before[:, None]",
             "jnp.arange(before)[None, :] <= pieces.before[:, None]",
         ),
-        "written_one_slot_late": (
-            "slots = first[:, None] + step",
-            "slots = first[:, None] + step + 1",
+        "written_one_offset_late": (
+            "offsets = first[:, None] + step",
+            "offsets = first[:, None] + step + 1",
         ),
         "keys_and_values_swapped": (
             "KV(kv[..., 0::2, :], kv[..., 1::2, :])",

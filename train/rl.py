@@ -136,7 +136,7 @@ def rl_step(
         batch = learner.score(laid_out)
     with timed("update", seconds):
         state, metrics = learner.update(state, batch)
-        arrays = batch.laid_out
+        arrays = batch.step.laid_out
         trained = Trained(arrays.rollouts, arrays.lengths, np.asarray(batch.rollouts.advantages))
         # The sampler takes the memory of the batch, its frames' vectors above all.
         del batch, laid_out

@@ -295,9 +295,10 @@ class Run:
 
     @property
     def rl_shape(self) -> StepShape:
-        """Upper bounds on the rollouts of an RL step; see `RLSettings.shape`."""
+        """Upper bounds on the rollouts of an RL step."""
         assert self.rl is not None, f"{self.name} has no RL"
-        return self.rl.shape(self.lengths(max(self.rl.frame_budgets)))
+        longest = self.lengths(max(self.rl.frame_budgets))
+        return StepShape(self.rl.prompts, self.rl.grpo.group_size, longest)
 
     @property
     def engine_sizes(self) -> EngineSizes:

@@ -193,8 +193,7 @@ async def play(
         shown = await _overview(environment, question, settings)
         prompt = _prompt(environment, question, settings, shown)
     except VideoError as error:
-        stop = StopReason.UNREADABLE
-        return Episode(question, settings.frames, Trajectory(), (), stop, None, error.reason)
+        return unreadable(question, settings.frames, error.reason)
     state = _EpisodeState(
         environment, question, settings, seed, deadline, Trajectory(prompt), [shown]
     )
@@ -242,6 +241,11 @@ async def play(
             state.turns[-1] = dataclasses.replace(state.turns[-1], truncated=True)
             return state.finish(StopReason.TOKEN_LIMIT)
         state.trajectory.append(results)
+
+
+def unreadable(question: Question, frames: int, reason: str) -> Episode:
+    """Return an episode that ended because the video cannot be read, or can no longer be read."""
+    return Episode(question, frames, Trajectory(), (), StopReason.UNREADABLE, None, reason)
 
 
 async def _overview(

@@ -36,7 +36,7 @@ from paravt_jax.method.structure import Kind, pad_structures
 from train.learn.batch import Group, build
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import MicrobatchShape, pack
-from train.learn.placement import Bank, put
+from train.learn.placement import Bank, put, put_rows
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
@@ -325,8 +325,7 @@ def layouts() -> Layouts:
 
     def placed(step, sizes):
         microbatches, visual = pack_step(step, sizes)
-        bank: Any = put({"visual": visual}, mesh)
-        return [put(each, mesh, whole=True) for each in microbatches], bank["visual"]
+        return [put(each, mesh, whole=True) for each in microbatches], put_rows(visual, mesh)
 
     def packed(step, sizes):
         batch = grpo_batch(step)

@@ -90,7 +90,11 @@ class CaptionedFrames:
             except VideoError as error:
                 self.unreadable[name] = error.reason
                 continue
-            words += [_word_ids(caption, self.vocabulary) for caption in group]
+            # Each word is a single token.
+            words += [
+                [int(self.vocabulary.encode(f" {word}").item()) for word in caption.words]
+                for caption in group
+            ]
         sizes = {frames.shape[1:3] for frames in pixels}
         if len(sizes) != 1:
             raise ValueError(f"captions: frames of sizes {sorted(sizes)}; alignment needs one size")
@@ -198,13 +202,3 @@ def _make_update(
         return optax.apply_updates(weights, changes), state, value, accuracy
 
     return align_update
-
-
-def _word_ids(caption: Caption, vocabulary: Vocabulary) -> list[int]:
-    ids = [vocabulary.encode(f" {word}") for word in caption.words]
-    if any(len(tokens) != 1 for tokens in ids):
-        raise ValueError(
-            f"captions: {caption.video} has words that are not single tokens: {caption.words}; "
-            "add them to the vocabulary's pieces"
-        )
-    return [int(tokens[0]) for tokens in ids]

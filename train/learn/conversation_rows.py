@@ -166,11 +166,10 @@ def lay_out_rows(
         devices: Devices of all processes that rows are spread over.
 
     Raises:
-        ValueError: The rows, or a row's tokens or visual tokens, do not fit `shape`.
+        ValueError: A row's tokens or visual tokens do not fit `shape`.
     """
     processes = jax.process_count()
     count = shape.rows // processes
-    _check(len(rows), count, "rows")
     arrays = padding(MicrobatchShape(count, shape.tokens))
     mask = np.zeros((count, shape.tokens), bool)
     slot = jax.process_index() * shape.room(devices).slots * (devices // processes)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from paravt_jax.method.records import Episode, Question, StopReason, Trajectory
+from paravt_jax.method.records import Episode, Question
 from paravt_jax.processes import hosts
-from rollout.agent.episode import Environment, EpisodeSettings, play
+from rollout.agent.episode import Environment, EpisodeSettings, play, unreadable
 from rollout.engine.pacing import AgentLog, PacedAgent
 from rollout.engine.requests import Sampler, run
 
@@ -199,7 +199,8 @@ class Player:
         for name, agent in begun.items():
             if agent.strayed:
                 group, _ = everything[name]
-                agent.end(_unreadable(group))
+                reason = "a frame that the episode had seen can no longer be read"
+                agent.end(unreadable(group.question, group.frames, reason))
         run(engine, [*plays.values()])
         reached = {name: (self._agents[name].clock, self._agents[name].done) for name in plays}
         for others in hosts.gather(reached):
@@ -223,20 +224,6 @@ class Player:
         settings = EpisodeSettings(group.frames, self._temperature)
         episode = play(self._environment, group.question, settings, flight.seed)
         return PacedAgent(episode, self._charge, flight.log)
-
-
-def _unreadable(group: GroupInFlight) -> Episode:
-    """Return an episode whose files could be read when it began, and can no longer be read."""
-    reason = "a frame that the episode had seen can no longer be read"
-    return Episode(
-        group.question,
-        group.frames,
-        Trajectory(),
-        (),
-        StopReason.UNREADABLE,
-        None,
-        reason,
-    )
 
 
 def _named(

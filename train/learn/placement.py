@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from models.config import TextConfig
-from models.sharding import MESH_AXES, ROWS, MeshProgram, row_devices
+from models.sharding import BATCH, MESH_AXES, ROWS, MeshProgram, row_devices
 from models.trained import TrainedVision
 from train.learn.batch import Microbatch
 from train.learn.packing import VisualRoom
@@ -40,8 +40,8 @@ _BY_REPLICA = PartitionSpec(REPLICAS)
 
 Gradients = Callable[..., tuple[Any, dict[str, Array]]]
 
-# The axis of rows in each array of a batch, by the array's name. The bank of visual vectors of an
-# RL step is split by its slots. Arrays that are not listed are replicated.
+# The axis of rows in each array of a batch, by the array's name. Arrays that are not listed are
+# replicated.
 BY_ROW = MappingProxyType(
     {
         "ids": 0,
@@ -50,8 +50,6 @@ BY_ROW = MappingProxyType(
         "starts": 0,
         "shared": 0,
         "visual_index": 0,
-        "visual": 0,
-        "grids": 0,
     }
 )
 
@@ -155,6 +153,11 @@ def put(batch: T, mesh: Mesh, whole: bool = False) -> T:
     return jax.tree.map(shard, batch, shardings(batch, mesh))
 
 
+def put_rows(rows: Shaped[np.ndarray, "..."], mesh: Mesh) -> Shaped[Array, "..."]:
+    """Put an array on the mesh of which each process has its own rows."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), rows)
+
+
 def put_vectors(
     rows: Sequence[Shaped[np.ndarray, "_ c d"]], room: int, mesh: Mesh
 ) -> Shaped[Array, "b m c d"]:
@@ -168,8 +171,7 @@ def put_vectors(
     padded = np.zeros((len(rows), room, *rows[0].shape[1:]), rows[0].dtype)
     for row, vectors in zip(padded, rows, strict=True):
         row[: len(vectors)] = vectors
-    placed: Any = put({"visual": padded}, mesh)
-    return placed["visual"]
+    return put_rows(padded, mesh)
 
 
 class BankPlacer:
@@ -222,9 +224,8 @@ class BankPlacer:
             own = slice(device * share, (device + 1) * share)
             rows.append(padded[own.start * vision.frame_tokens : own.stop * vision.frame_tokens])
             sizes[device, : len(grids[own])] = np.reshape(grids[own], (-1, 2))
-        placed: Any = put({"grids": sizes}, self._mesh)
         room = self._room.frames * vision.frame_tokens
-        return Bank(put_vectors(rows, room, self._mesh), placed["grids"])
+        return Bank(put_vectors(rows, room, self._mesh), put_rows(sizes, self._mesh))
 
 
 def _name(path: tuple) -> str:

@@ -51,7 +51,7 @@ _LOGPROBS = "logprobs"
 
 
 class StepBatch(NamedTuple):
-    """The rollouts of a step as arrays on the mesh, before the reference has scored them."""
+    """The rollouts of a step as arrays on the mesh."""
 
     laid_out: LaidOut
     """The same in the host's memory."""
@@ -59,15 +59,13 @@ class StepBatch(NamedTuple):
     """What is cached of frames."""
     microbatches: tuple[Microbatch, ...]
     played: GRPOBatch
-    """The rollouts; log-probs of the reference are 0."""
+    """The rollouts, before the reference has scored them: its log-probs are 0."""
 
 
 class ScoredBatch(NamedTuple):
     """The rollouts of a step with their advantages: the input of an update."""
 
-    laid_out: LaidOut
-    bank: Bank
-    microbatches: tuple[Microbatch, ...]
+    step: StepBatch
     rollouts: RLBatch
     """What the loss reads."""
     metrics: MicrobatchMetrics
@@ -103,7 +101,7 @@ class Learner:
             copy in the type of the activations stays as the reference of the KL term.
         config: Sizes and token ids of the model.
         settings: Settings of RL.
-        shape: Upper bounds on the rollouts of a step, from `RLSettings.shape`.
+        shape: Upper bounds on the rollouts of a step.
 
     Attributes:
         initial: The state before the first update.
@@ -170,8 +168,7 @@ class Learner:
     def _with_advantages(self, batch: StepBatch) -> ScoredBatch:
         advantages, totals, metrics = self._advantages(batch.played)
         rollouts = RLBatch(batch.played, advantages, totals)
-        every = {name: [value] for name, value in metrics.items()}
-        return ScoredBatch(batch.laid_out, batch.bank, batch.microbatches, rollouts, every)
+        return ScoredBatch(batch, rollouts, {name: [value] for name, value in metrics.items()})
 
     def update(self, state: TrainState, batch: ScoredBatch) -> tuple[TrainState, dict[str, float]]:
         """Make all updates of a step, and wait for them.
@@ -184,10 +181,10 @@ class Learner:
         Returns:
             The new state, and the metrics of the loss: means over the updates.
         """
-        rollouts, updates = batch.rollouts, []
+        step, rollouts, updates = batch.step, batch.rollouts, []
         for _ in range(self.settings.updates_per_batch):
             gradients, metrics = self.updater.gradients(
-                state.weights, batch.bank, batch.microbatches, rollouts
+                state.weights, step.bank, step.microbatches, rollouts
             )
             state, norm = self.updater.apply(state, gradients)
             rollouts = self._after_the_first(rollouts, metrics)
@@ -196,9 +193,9 @@ class Learner:
         # The names that the report reads.
         figures["groups/silent"] = figures.pop("silent_groups")
         gap = figures.pop("behaviour_gap")
-        if batch.laid_out.current:
+        if step.laid_out.current:
             # The loss divides by the number of all tokens.
-            figures["logprob_gap"] = gap / batch.laid_out.current
+            figures["logprob_gap"] = gap / step.laid_out.current
         return state, figures
 
     def warm_up(self, weights: Any, features: FrameFeatures) -> None:
@@ -208,11 +205,10 @@ class Learner:
             weights: The current weights, which do not change.
             features: Gives the size and type of visual vectors.
         """
-        batch = self._padding(features)
-        self.reference_logprobs(batch.bank, batch.microbatches)
-        rollouts = batch.rollouts
+        step, rollouts, _ = self._padding(features)
+        self.reference_logprobs(step.bank, step.microbatches)
         for _ in range(min(2, self.settings.updates_per_batch)):
-            _, metrics = self.updater.gradients(weights, batch.bank, batch.microbatches, rollouts)
+            _, metrics = self.updater.gradients(weights, step.bank, step.microbatches, rollouts)
             rollouts = self._after_the_first(rollouts, metrics)
 
     def lowerings(self, state: TrainState, features: FrameFeatures) -> Iterator[Lowering]:
@@ -222,7 +218,7 @@ class Learner:
             state: The current state.
             features: Gives the size and type of visual vectors.
         """
-        bank, microbatches, first = self._padding(features)[1:4]
+        (_, bank, microbatches, _), first, _ = self._padding(features)
         batches = [first]
         if self.settings.updates_per_batch > 1:
             batches.append(first.later(like(first.advantages, self._whole)))

@@ -40,8 +40,6 @@ from train.learn.packing import (
 )
 from train.learn.rollouts import Rollouts
 
-TokenBytes = Callable[[int], bytes]
-
 
 # Annotations are not checked, because JAX also builds this tree with shardings as leaves.
 @no_type_check
@@ -252,7 +250,7 @@ def _packing_metrics(microbatches: Sequence[Microbatch]) -> dict[str, float]:
 
 def _grpo_batch(
     rollouts: Rollouts,
-    token_bytes: TokenBytes,
+    token_bytes: Callable[[int], bytes],
     shape: StepShape,
     version: int | None,
 ) -> GRPOBatch:

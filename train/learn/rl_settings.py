@@ -7,10 +7,8 @@ import dataclasses
 from models.layers import Remat
 from paravt_jax.checks import require_above, require_at_least, require_choices
 from paravt_jax.method.grpo.settings import GRPOSettings
-from paravt_jax.method.protocol import Lengths
 from paravt_jax.method.rewards import RewardSettings
 from train.learn.optimizer import OptimizerSettings
-from train.learn.packing import StepShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +61,6 @@ class RLSettings:
                 "the format reward, so it would have no effect: raise the weight, or choose "
                 "another anchor"
             )
-
-    def shape(self, longest: Lengths) -> StepShape:
-        """Return the upper bounds on the rollouts of a step.
-
-        Args:
-            longest: Upper bounds on the lengths of the run's sequences, in tokens.
-        """
-        return StepShape(self.prompts, self.grpo.group_size, longest)
 
 
 def _require_no_clips(grpo: GRPOSettings) -> None:

@@ -181,8 +181,6 @@ def sft_step(
         # The programs are only dispatched so far. `to_floats` waits for them.
         with jax.profiler.TraceAnnotation("data"):
             batches.prepare(left)
-        if not left:
-            batches.close()
         figures = to_floats(metrics | {"grad_norm": [norm]})
     return state, step.lengths, figures | step.metrics
 
@@ -281,10 +279,9 @@ class SFTBatches:
     def prepare(self, left: int) -> None:
         """Prepare the next batches while an update runs; `left` batches are still needed."""
         self._pipeline.prepare(left)
-
-    def close(self) -> None:
-        """Move frames that were encoded, but are not needed any more, from the devices."""
-        self._features.start(())
+        if not left:
+            # Frames that were encoded, but are not needed any more, leave the devices.
+            self._features.start(())
 
     def _begin(self, rows: Sequence[Sequence[int]]) -> list[tuple[Conversation, ...]]:
         """Read and begin to encode the frames of this process's share of a step's rows."""

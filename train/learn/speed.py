@@ -80,10 +80,7 @@ def visible_pairs(prompt: int, suffixes: Sequence[int]) -> float:
 def update_flops(groups: Sequence[GroupLengths], config: ModelConfig) -> float:
     """Return the FLOPs of the forward and the backward pass of an update, without recomputation."""
     pairs = sum(visible_pairs(*group) for group in groups)
+    # Those behind the prompts.
+    with_logits = sum(sum(group.suffixes) for group in groups)
     # The backward pass costs twice the forward pass.
-    return 3 * forward_flops(config, real_tokens(groups), sampled_tokens(groups), pairs)
-
-
-def sampled_tokens(groups: Sequence[GroupLengths]) -> int:
-    """Return the tokens behind the prompts, which are those with logits."""
-    return sum(sum(group.suffixes) for group in groups)
+    return 3 * forward_flops(config, real_tokens(groups), with_logits, pairs)
