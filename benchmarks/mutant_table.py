@@ -311,8 +311,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     ("train/learn/conversation_rows.py", _PACKED): {
         "conversations_see_one_another": (
-            "write(arrays, r, end, end, segment, tokens)",
-            "write(arrays, r, end, end, 1, tokens)",
+            "write(arrays, r, begin, begin, segment, tokens)",
+            "write(arrays, r, begin, begin, 1, tokens)",
         ),
         "later_frames_overwrite": (
             "vectors += [] if cached is None else [cached]",

@@ -84,8 +84,8 @@ def hold_out(
     training = tuple(question for question in questions if question.video not in heldout_videos)
     if questions and not training:
         raise ValueError(
-            f"evaluation.questions: {count} of {len(questions)} questions, which leaves none to "
-            "train on; hold out fewer"
+            f"evaluation.questions: {count} of {len(questions)} questions on videos that can be "
+            "read, which leaves none to train on; hold out fewer, or mend the others"
         )
     return training, tuple(heldout)
 

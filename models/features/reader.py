@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Literal, NamedTuple
 from weakref import WeakValueDictionary
 
+import jax
 import numpy as np
 from jaxtyping import UInt8
 
@@ -264,7 +265,8 @@ class VideoFiles:
         Raises:
             VideoError: The file cannot be read.
         """
-        result = read.future.result()
+        with jax.profiler.TraceAnnotation("files"):
+            result = read.future.result()
         self._infos[read.video] = (read.stamp, result.info)
         if len(self._infos) > _MAX_INFOS:
             del self._infos[next(iter(self._infos))]

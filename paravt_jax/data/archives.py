@@ -76,8 +76,8 @@ def unpack(name: str, source: pathlib.Path, root: pathlib.Path) -> None:
     except Exception as error:
         reason = foreign.shortened(error, 200) or type(error).__name__
         raise ArchiveError(
-            f"{path}: cannot be unpacked ({reason}); it is kept: unless the disk is full, delete "
-            "it and download it again, or unpack it yourself"
+            f"{path}: cannot be unpacked ({reason}); it is kept: unless {root} cannot be "
+            "written or is full, delete it and download it again, or unpack it yourself"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -48,6 +48,14 @@ def _parsed(value: Any) -> Any:
     return value
 
 
+def _below(path: str) -> str:
+    name = pathlib.PurePosixPath(path)
+    if name.is_absolute() or ".." in name.parts or not name.parts:
+        raise ValueError("give a path relative to the folder of videos, without '..'")
+    # All questions about a video have one name of it.
+    return str(name)
+
+
 def _rising(span: tuple[float, float]) -> tuple[float, float]:
     if not 0 <= span[0] < span[1]:
         raise ValueError("give a span of seconds, start before end: [12.5, 20]")
@@ -64,6 +72,7 @@ def _distinct(options: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _Text = Annotated[str, pydantic.StringConstraints(strip_whitespace=True, min_length=1)]
+_Path = Annotated[_Text, pydantic.AfterValidator(_below)]
 _Seconds = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False)]
 Span = Annotated[
     tuple[_Seconds, _Seconds], pydantic.BeforeValidator(_parsed), pydantic.AfterValidator(_rising)
@@ -82,12 +91,12 @@ class _Columns(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
-    video: _Text
+    video: _Path
     question: _Text
     id: _Text | None = None
     options: _Options = ()
     kind: QuestionKind | None = pydantic.Field(None, validate_default=True)
-    subtitles: _Text | None = None
+    subtitles: _Path | None = None
     evidence: Span | None = None
     answer: Any
 

@@ -39,7 +39,7 @@ class Judge(Protocol):
 class ServerSettings:
     """Address, key, retries and concurrency of a client. Times are in seconds."""
 
-    name: ClassVar[str] = "ServerSettings"
+    name: ClassVar[str] = "endpoint"
     """Name of these settings in error messages."""
     endpoint: str
     """Address of an OpenAI-compatible API without /chat/completions: "http://localhost:8000/v1"."""
@@ -70,15 +70,15 @@ class ServerSettings:
         """
         if any(mark in self.endpoint for mark in "@?#"):
             raise ValueError(
-                f"{self.name}.endpoint: the address (not shown here) has a user, a query or a "
-                "fragment. These may be secret, and settings are logged; leave them out and put "
-                "the key in the environment variable that key_variable names"
+                f"{self.name}: the address (not shown here) has a user, a query or a fragment. "
+                "These may be secret, and settings are logged; leave them out and put the key in "
+                f"the environment variable {self.key_variable}"
             )
         # The client adds /chat/completions.
         is_base = not self.endpoint.rstrip("/").endswith("/chat/completions")
         if not is_base or not re.fullmatch(r"https?://[^\s/:]+(:\d+)?(/\S*)?", self.endpoint):
             raise ValueError(
-                f"{self.name}.endpoint: {self.endpoint!r} is not the base address of an API; "
+                f"{self.name}: the address {self.endpoint!r} is not the base of an API; "
                 "give one such as http://localhost:8000/v1"
             )
 
@@ -87,7 +87,7 @@ class ServerSettings:
 class JudgeSettings(ServerSettings):
     """The language model that scores answers, and the time limits. Times are in seconds."""
 
-    name: ClassVar[str] = "rl.rewards.judge"
+    name: ClassVar[str] = "judge"
     timeout: float = 30.0
     attempts: int = 3
     model: str = dataclasses.field(kw_only=True)

@@ -146,8 +146,11 @@ def require_shared(folder: pathlib.Path, field: str = "run_dir") -> None:
 # Errors that this process caused itself, such as running out of memory. It reports them as they
 # are; the other processes notice the broken connection.
 _LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
-# How messages of XLA begin: jax raises some of its errors as ValueError.
-_XLA_ERROR = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
+# How messages of XLA about other processes begin: jax raises some of its errors as ValueError.
+_XLA_ERROR = re.compile(
+    "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|NOT_FOUND|UNAVAILABLE"
+    "|UNKNOWN): "
+)
 
 
 def is_lost(error: Exception) -> bool:
@@ -183,27 +186,27 @@ def run_command(
         print(f"\n{stop}; give the same command again", file=sys.stderr)
         return stop.code
     except KeyboardInterrupt:
-        print("\nstopped; give the same command again", file=sys.stderr)
-        return 130
+        code, line = 130, "\nstopped; give the same command again"
     except Exception as error:
         if is_lost(error):
             code = LOST
-            text = (
+            reason = (
                 "another process of this run ended or cannot be reached "
                 f"({one_line(error)}); start all of them again"
             )
         elif isinstance(error, USER_ERRORS):
-            code, text = exit_code(error), in_words(error)
+            code, reason = exit_code(error), in_words(error)
         elif "RESOURCE_EXHAUSTED" in str(error):
             code = FAILED
-            text = f"a device has no memory left ({one_line(error)}); {less_memory}"
+            reason = f"a device has no memory left ({one_line(error)}); {less_memory}"
         else:
             traceback.print_exc()
             code = LOST
-            text = f"unforeseen, {type(error).__name__} (above); give the same command again"
+            reason = f"unforeseen, {type(error).__name__} (above); give the same command again"
+        line = f"error: {reason}"
     if hosts.process_count() > 1:
         # The others may wait for this process, which would wait for them in jax's exit handler.
         sys.stdout.flush()
-        end(code, f"error: {text}")
-    print(f"error: {text}", file=sys.stderr)
+        end(code, line)
+    print(line, file=sys.stderr)
     return code

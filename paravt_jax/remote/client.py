@@ -36,7 +36,7 @@ _BODY_LIMIT = 4 << 20
 _MESSAGE_LIMIT = 300
 _FEWER = "send fewer requests at once (--episodes, or the judge's concurrency)"
 _ADDRESS = "check the address (up to and including /v1) and the model's name"
-_KEY = "check the key (see key_variable) and its permissions"
+_KEY = "check the key and its permissions"
 _LOG = "look into the server's log"
 # What to do about an HTTP status; about others, look into the log.
 _REMEDIES = {401: _KEY, 403: _KEY, 429: _FEWER}
@@ -103,11 +103,11 @@ class Client:
         key = os.environ.get(settings.key_variable, "").strip()
         if not re.fullmatch("[!-~]*", key):
             raise ValueError(
-                f"{settings.key_variable}: its value, not shown here, has spaces or characters "
-                "beyond ASCII; set it to the key alone"
+                f"{settings.name}: the key in {settings.key_variable}, not shown here, has spaces "
+                "or characters beyond ASCII; set it to the key alone"
             )
         # Uncompressed: a few bytes could become gigabytes.
-        headers = {"Accept-Encoding": "identity"}
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
         # httpx would limit each read by itself, so a server that sends a byte now and then could
@@ -128,7 +128,8 @@ class Client:
         Returns:
             A future of the answer, or of the last attempt's failure. Cancel it to end the request.
         """
-        answer = self._ask(body, read, deadline)
+        # Escaped to ASCII: a text may hold half of a surrogate pair, which UTF-8 cannot.
+        answer = self._ask(json.dumps(body).encode(), read, deadline)
         return asyncio.run_coroutine_threadsafe(answer, _event_loop())
 
     def close(self) -> None:
@@ -136,38 +137,38 @@ class Client:
         asyncio.run_coroutine_threadsafe(self._http.aclose(), _event_loop())
 
     async def _ask(
-        self, body: dict[str, Any], read: Read[Answer], deadline: float | None
+        self, content: bytes, read: Read[Answer], deadline: float | None
     ) -> Answer | Failure:
         # Time in the queue does not count towards the deadline.
         async with self._slots:
             try:
                 async with asyncio.timeout(deadline):
-                    return await self._attempts(body, read)
+                    return await self._attempts(content, read)
             except TimeoutError:
                 return Failure(f"no answer within {deadline} s; allow more time", late=True)
 
-    async def _attempts(self, body: dict[str, Any], read: Read[Answer]) -> Answer | Failure:
+    async def _attempts(self, content: bytes, read: Read[Answer]) -> Answer | Failure:
         """Attempt until one succeeds, with random pauses whose bound doubles each time.
 
         The pause is drawn anew between 0 and its bound ("full jitter"): requests that failed
         together would otherwise come back together. It is added to what the server asks for.
         """
         for number in range(self._settings.attempts - 1):
-            outcome = await self._attempt(body, read)
+            outcome = await self._attempt(content, read)
             if not isinstance(outcome, Failure) or not outcome.again:
                 return outcome
             pause = random.uniform(0, FIRST_WAIT * 2**number)
             await asyncio.sleep(min(outcome.wait, LONGEST_WAIT) + min(pause, LONGEST_WAIT))
-        return await self._attempt(body, read)
+        return await self._attempt(content, read)
 
-    async def _attempt(self, body: dict[str, Any], read: Read[Answer]) -> Answer | Failure:
+    async def _attempt(self, content: bytes, read: Read[Answer]) -> Answer | Failure:
         """Make one request."""
         timeout = self._settings.timeout
         reply = b""
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._http.stream("POST", self._url, json=body) as response,
+                self._http.stream("POST", self._url, content=content) as response,
             ):
                 async for piece in response.aiter_bytes():
                     reply += piece

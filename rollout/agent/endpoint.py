@@ -48,6 +48,7 @@ _PARSER_REMEDY = (
 _CUT = (
     "length max_length max_tokens max_output_tokens model_length model_context_window_exceeded"
 ).split()
+# "none": they gave no reason.
 _BROKEN = (
     "none error abort aborted cancelled canceled failed timeout insufficient_system_resource"
 ).split()
@@ -183,7 +184,7 @@ class EndpointSampler:
         return completions
 
     def cancel(self, ticket: int) -> None:
-        """Drop a request. HTTP requests in flight continue, and their replies are ignored."""
+        """Drop a request, and end its HTTP request."""
         if ticket in self._pending:
             _, reply = self._pending.pop(ticket)
             reply.cancel()

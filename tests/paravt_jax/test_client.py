@@ -91,6 +91,12 @@ def test_the_request_is_one_that_any_compatible_server_takes():
     assert received.body == {"model": "m", "messages": []}
 
 
+def test_half_of_a_surrogate_pair_is_sent():
+    with serving(lambda *_: says("1")) as server:
+        assert Client(quick(server.endpoint)).ask({"x": "caf\ud800"}, text).result(STALL) == "1"
+        assert server.received[0].body == {"x": "caf\ud800"}
+
+
 @pytest.mark.parametrize("variable, value", [("OPENAI_API_KEY", None), ("", SECRET)])
 def test_a_server_without_keys_gets_none(monkeypatch, variable, value):
     if value is None:
@@ -313,7 +319,7 @@ def test_a_key_that_no_header_carries_is_refused_unseen(monkeypatch, key):
     ],
 )
 def test_an_address_with_a_secret_is_refused_without_showing_it(address):
-    with pytest.raises(ValueError, match="endpoint: .*key_variable") as error:
+    with pytest.raises(ValueError, match="endpoint: .*OPENAI_API_KEY") as error:
         ServerSettings(address)
     assert SECRET not in str(error.value) and "\n" not in str(error.value)
 

@@ -13,7 +13,7 @@ import pytest
 
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import TEMPORARY, exit_code
-from tests.processes import ROOT, free_port
+from tests.processes import ROOT, free_port, lost_others
 from train.durable.checkpoint import SaveError
 
 PROGRAM = str(pathlib.Path(__file__).parents[1] / "train/hosts_program.py")
@@ -47,6 +47,31 @@ def test_when_the_first_process_fails_the_others_do_not_wait(together, tmp_path)
     assert first.err.strip().splitlines()[-1] == "OSError: disk full"
     assert second.code != 0
     assert "process 0 failed first: OSError: disk full" in second.err
+
+
+@pytest.mark.slow
+def test_a_command_that_is_interrupted_does_not_wait_for_the_other_hosts(together, tmp_path):
+    first, second = together([PROGRAM, "interrupt", str(tmp_path)], 2, devices=1, timeout=120)
+    assert (first.code, first.err.strip().splitlines()[-1]) == (
+        130,
+        "stopped; give the same command again",
+    )
+    assert lost_others(second), second
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("UNAVAILABLE: the connection was closed", True),
+        ("INTERNAL: a message was cut off", True),
+        ("INTERNAL: RESOURCE_EXHAUSTED: no memory", False),
+        ("OPENAI_API_KEY: its value has spaces", False),
+        ("field: 3; give 4", False),
+    ],
+)
+def test_a_mistake_is_not_taken_for_a_lost_process(text, lost, monkeypatch):
+    monkeypatch.setattr(hosts, "process_count", lambda: 2)
+    assert cluster.is_lost(ValueError(text)) is lost
 
 
 @pytest.mark.parametrize(

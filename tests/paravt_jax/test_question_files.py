@@ -64,6 +64,14 @@ def test_the_example_of_the_docs(name, rows, tmp_path):
     assert goal.subtitles == ()
 
 
+def test_a_video_has_one_name(rows, tmp_path):
+    """All questions about a video go to one split."""
+    rows = [{**rows[0], "id": str(n), "video": f"{name}a.mp4"} for n, name in enumerate(("", "./"))]
+    assert {question.video for question in read_questions(write(tmp_path, rows), tmp_path)} == {
+        "a.mp4"
+    }
+
+
 def test_the_id_of_a_row_without_one_is_its_line(rows, tmp_path):
     bare = [{name: value for name, value in row.items() if name != "id"} for row in rows]
     of_jsonl = read_questions(write(tmp_path, bare), tmp_path)
@@ -76,6 +84,8 @@ def test_the_id_of_a_row_without_one_is_its_line(rows, tmp_path):
 # What is changed in a good row; the field that the error names; a word of the rule.
 BAD = [
     ({"video": ""}, "video", "at least 1 character"),
+    ({"video": "/etc/passwd"}, "video", "relative"),
+    ({"video": "../x.mp4"}, "video: '../x.mp4'; give", "relative"),
     ({"question": " "}, "question", "at least 1 character"),
     ({"question": ["a"]}, "question", "string: correct it"),
     ({"answer": None}, "answer", "equired"),
@@ -91,7 +101,7 @@ BAD = [
     ({"options": ["a car", " A  car", "x"]}, "options", "occurs twice"),
     ({"options": None}, "answer", "no options: add them, or the kind oe"),
     ({"subtitles": "gone.srt"}, "subtitles", "No such file"),
-    ({"subtitles": "../x.srt"}, "subtitles: '../x.srt'; ", "outside"),
+    ({"subtitles": "../x.srt"}, "subtitles: '../x.srt'; ", "relative"),
     ({"evidence": [5, 5]}, "evidence", "span"),
     ({"evidence": [5, "6"]}, "evidence.1: '6'; ", "number: correct it"),
     ({"option": "x"}, "option: 'x'; ", "not permitted: correct it"),

@@ -155,6 +155,18 @@ def damaged(folder: pathlib.Path, index: int) -> dict:
     return {}
 
 
+def interrupt(folder: pathlib.Path, index: int) -> dict:
+    """The first process gets a Ctrl-C while the second one waits for it."""
+
+    def work() -> None:
+        if hosts.is_first():
+            raise KeyboardInterrupt
+        hosts.gather(0)
+
+    cluster.run_command(work)
+    return {}
+
+
 def fail(folder: pathlib.Path, index: int) -> dict:
     def full() -> None:
         raise OSError("disk full")
@@ -170,6 +182,7 @@ if __name__ == "__main__":
         "talk": talk,
         "hand-over": hand_over,
         "fail": fail,
+        "interrupt": interrupt,
         "damaged": damaged,
         "learn": learn,
         "adapt": adapt,

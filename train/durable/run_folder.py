@@ -117,7 +117,8 @@ class RunFolder:
             stack: Gets what has to be closed.
 
         Raises:
-            RunFolderError: The run is one of other settings, or its folder cannot be used.
+            RunFolderError: The run is one of other settings.
+            OSError: Its folder cannot be written.
             BlockingIOError: The run is in use on this machine.
             LeaseError: The run is in use on another machine.
         """

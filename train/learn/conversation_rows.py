@@ -181,7 +181,8 @@ def lay_out_rows(
         for segment, (trajectory, cached) in enumerate(row, 1):
             own = [features.grid(frame) for frame in trajectory.frames]
             tokens = shown_tokens(trajectory.ids, own, slot, features.config)
-            begin, end = end, write(arrays, r, end, end, segment, tokens)
+            begin = end
+            end = write(arrays, r, begin, begin, segment, tokens)
             mask[r, begin:end] = trajectory.authors == Author.MODEL
             visual = int((tokens.slots >= 0).sum())
             held = 0 if cached is None else len(cached)

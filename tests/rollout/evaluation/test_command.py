@@ -255,7 +255,7 @@ def call(argv, capfd) -> tuple[int | str | None, str]:
 SERVER = ("--endpoint", "http://localhost:1/v1", "m")
 MISTAKES = [
     (["--model", "nowhere/at/all"], "nowhere/at/all: no such folder"),
-    (["--judge", "localhost", "m"], "judge.endpoint: 'localhost' is not the base address"),
+    (["--judge", "localhost", "m"], "judge: the address 'localhost' is not the base of an API"),
     (
         ["--protocol.prompt", "reasoning", "--dispatch", "parallel"],
         "--dispatch parallel: no tool is offered",
