@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from paravt_jax.processes.exit_codes import UserError, exit_code
+from paravt_jax.processes.exit_codes import FAILED, UserError, exit_code
 
 T = TypeVar("T")
 
@@ -23,7 +23,8 @@ T = TypeVar("T")
 class HostsError(UserError):
     """Another process of the run failed. This one ends with the same exit code."""
 
-    def __init__(self, message: str, code: int):
+    # The default is for pickle, which restores an exception from its message, and then its fields.
+    def __init__(self, message: str, code: int = FAILED):
         super().__init__(message)
         self.exit_code = code
 
