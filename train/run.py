@@ -302,7 +302,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _in_words(error: Exception, run: Run) -> str:
     """Return the message of an error, with paths of a bucket."""
-    return _run_folder(run).in_words(str(error)) if is_bucket(run.run_dir) else str(error)
+    # Without its package, a bucket cannot be opened.
+    if isinstance(error, ModuleNotFoundError) or not is_bucket(run.run_dir):
+        return str(error)
+    return _run_folder(run).in_words(str(error))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from train.durable.bucket import (
 )
 from train.durable.lease import Lease, LeaseError
 from train.durable.run_folder import RunFolder, RunFolderError
+from train.run import main
 from train.settings import change
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -277,6 +278,13 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"gs://bucket/x needs .* '\.\[gcs\]'"):
         RunFolder("gs://bucket/x")
+
+
+def test_a_run_without_the_package_ends_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["--config=paravt_tiny", "--run-dir", "gs://bucket/x", "--check"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: gs://bucket/x needs ")
 
 
 def test_compiled_programs_are_kept_in_the_bucket(store):
