@@ -108,9 +108,9 @@ def test_the_gradient_of_a_step_is_that_of_one_function_of_all_trained_weights(
     actor = Actor(small.Script(thawed), thawed.environment, Rules())
     played = roll_out(actor, begin(questions, rl, 0, 0), rl)
     scored = learner.score(learner.lay_out(played, thawed.environment, 0))
-    parts, batch = scored.microbatches, scored.rollouts
+    parts, batch = scored.step.microbatches, scored.rollouts
     weights = thawed.fresh()
-    ours, _ = learner.updater.gradients(weights, scored.bank, parts, batch)
+    ours, _ = learner.updater.gradients(weights, scored.step.bank, parts, batch)
 
     frames = [
         frame
