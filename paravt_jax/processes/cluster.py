@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import re
@@ -196,6 +197,8 @@ def run_command(
             )
         elif isinstance(error, USER_ERRORS):
             code, reason = exit_code(error), in_words(error)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                reason += "; make room, and give the same command again"
         elif "RESOURCE_EXHAUSTED" in str(error):
             code = FAILED
             reason = f"a device has no memory left ({one_line(error)}); {less_memory}"

@@ -93,6 +93,17 @@ def test_the_exit_code_of_an_error_says_whether_a_restart_may_help(error, code):
     assert exit_code(wrapped) == code
 
 
+def test_a_command_on_a_full_disk_says_what_to_do(capsys):
+    def write() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "a.txt")
+
+    assert cluster.run_command(write) == TEMPORARY
+    assert capsys.readouterr().err == (
+        "error: [Errno 28] No space left on device: 'a.txt'; make room, and give the same command "
+        "again\n"
+    )
+
+
 def test_a_single_process_is_a_whole_run():
     assert hosts.is_first()
     assert hosts.gather(3) == [3]
