@@ -1,13 +1,14 @@
-"""Reads your own questions from a file: CSV (also with semicolons) or JSONL.
+"""Reads your own questions from a file: CSV (also with semicolons or tabs), JSONL or a JSON list.
 
 The columns `video`, `question` and `answer` are required; `id`, `options`, `kind`, `subtitles` and
-`evidence` are optional. docs/evaluation.md describes them.
+`evidence` are optional, and so are columns of your own. docs/evaluation.md describes them.
 """
 
 from __future__ import annotations
 
 import collections
 import csv
+import difflib
 import functools
 import io
 import json
@@ -30,6 +31,19 @@ _LETTER = r"\s*(?:\(([A-Za-z])\)|([A-Za-z])[.):])"
 _OPTION = re.compile(_LETTER + r"\s*(.*)", re.DOTALL)
 _LINE = re.compile(_LETTER + r"[ \t]*(.*)")
 _BARE_LETTER = re.compile(r"\(?[A-Z][.)]?")
+_PATH_RULE = "give a path relative to the folder of videos, without '..'"
+_SPAN_RULE = "give a span of seconds, start before end: [12.5, 20]"
+# What a column holds that is not just a text.
+_RULES = {
+    "video": _PATH_RULE,
+    "options": 'give a JSON list of 2 to 26 texts: ["a car", "a boat"]',
+    "kind": "give mcq, oe or tvg, or leave it out",
+    "subtitles": _PATH_RULE,
+    "evidence": _SPAN_RULE,
+    "answer": _SPAN_RULE,
+}
+# Names that are less alike than this are no misspellings.
+_ALIKE = 0.75
 
 _ReadSubtitles = Callable[[str], tuple[Subtitle, ...]]
 
@@ -48,17 +62,22 @@ def _parsed(value: Any) -> Any:
     return value
 
 
+def _as_cell(value: Any) -> str:
+    """Return a value of JSON as a table has it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def _below(path: str) -> str:
     name = pathlib.PurePosixPath(path)
     if name.is_absolute() or ".." in name.parts or not name.parts:
-        raise ValueError("give a path relative to the folder of videos, without '..'")
+        raise ValueError(_PATH_RULE)
     # All questions about a video have one name of it.
     return str(name)
 
 
 def _rising(span: tuple[float, float]) -> tuple[float, float]:
     if not 0 <= span[0] < span[1]:
-        raise ValueError("give a span of seconds, start before end: [12.5, 20]")
+        raise ValueError(_SPAN_RULE)
     return span
 
 
@@ -72,6 +91,9 @@ def _distinct(options: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _Text = Annotated[str, pydantic.StringConstraints(strip_whitespace=True, min_length=1)]
+_Cell = Annotated[
+    str, pydantic.StringConstraints(strip_whitespace=True), pydantic.BeforeValidator(_as_cell)
+]
 _Path = Annotated[_Text, pydantic.AfterValidator(_below)]
 _Seconds = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False)]
 Span = Annotated[
@@ -89,8 +111,9 @@ _SPAN = pydantic.TypeAdapter(Span)
 class _Columns(pydantic.BaseModel):
     """The columns of a line. Those that others are checked against come first."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    model_config = pydantic.ConfigDict(extra="allow", coerce_numbers_to_str=True)
 
+    __pydantic_extra__: dict[str, _Cell]
     video: _Path
     question: _Text
     id: _Text | None = None
@@ -138,9 +161,22 @@ def read_questions(
 ) -> tuple[Question, ...]:
     """Read all questions of a file, in the order of the file. Videos are not opened.
 
+    See `read_columns`.
+    """
+    return tuple(question for question, _ in read_columns(file, videos))
+
+
+def read_columns(
+    file: str | os.PathLike[str], videos: str | os.PathLike[str]
+) -> list[tuple[Question, dict[str, str]]]:
+    """Read all questions of a file with its other columns, in the order of the file.
+
     Args:
-        file: A .csv or .jsonl file.
+        file: A .csv, .jsonl or .json file.
         videos: Folder of the videos. Paths of videos and subtitles are relative to it.
+
+    Returns:
+        Each question, and the values of its other columns by their names, without empty ones.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -152,26 +188,26 @@ def read_questions(
         endings = ", ".join(_READERS)
         raise ValueError(f"questions: {path}; its name ends in none of {endings}: save it as one")
     if not path.is_file():
-        raise FileNotFoundError(f"questions: {path}; no such file: give a .csv or .jsonl")
+        raise FileNotFoundError(f"questions: {path}; no such file: give a .csv, .jsonl or .json")
     text = read_text(path, _MOST_BYTES)
     # Questions about the same video share one tuple.
     read_subtitles = functools.cache(functools.partial(_subtitles, pathlib.Path(videos)))
-    questions: dict[str, Question] = {}
-    line = 0
+    questions: dict[str, tuple[Question, dict[str, str]]] = {}
+    place = "line 0"
     try:
-        for line, columns in read_lines(text):
-            question = _question(columns, line, read_subtitles)
+        for place, columns in read_lines(text):
+            question, others = _question(columns, place, read_subtitles)
             if question.id in questions:
-                raise _bad("id", question.id, "another line has the same id: change one")
-            questions[question.id] = question
+                raise _bad("id", question.id, "another question has the same id: change one")
+            questions[question.id] = question, others
     except ValueError as error:
-        raise ValueError(f"{path}, line {line}: {error}") from error
+        raise ValueError(f"{path}, {place}: {error}") from error
     except csv.Error as error:
         # For example, a cell is too long.
-        raise ValueError(f"{path}, after line {line}: not CSV ({error}); correct it") from error
+        raise ValueError(f"{path}, after {place}: not CSV ({error}); correct it") from error
     if not questions:
         raise ValueError(f"questions: {path}; it has no questions: write one per line")
-    return tuple(questions.values())
+    return [*questions.values()]
 
 
 def require_unique_ids(questions: Sequence[Question]) -> None:
@@ -187,49 +223,60 @@ def require_unique_ids(questions: Sequence[Question]) -> None:
             )
 
 
-def _csv_lines(text: str) -> Iterator[tuple[int, Any]]:
+def _csv_lines(text: str) -> Iterator[tuple[str, Any]]:
     header = text.partition("\n")[0]
-    # Where a comma is the decimal mark, spreadsheets write semicolons. No column has either.
-    delimiter = max(",;", key=header.count)
+    # Where a comma is the decimal mark, spreadsheets write semicolons. No column has any of them.
+    delimiter = max(",;\t", key=header.count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
     columns = reader.fieldnames or ()
     if len(set(columns)) < len(columns):
-        yield 1, header
+        yield "line 1", header
     for cells in reader:
+        place = f"line {reader.line_num}"
         # DictReader puts cells without a column under None, and None into columns without a cell.
         if None in cells or None in cells.values():
-            yield reader.line_num, delimiter.join(map(str, cells.values()))
-        yield reader.line_num, {name: cell for name, cell in cells.items() if cell.strip()}
+            yield place, delimiter.join(map(str, cells.values()))
+        yield place, {name.strip(): cell for name, cell in cells.items() if cell.strip()}
 
 
-def _json_lines(text: str) -> Iterator[tuple[int, Any]]:
+def _json_lines(text: str) -> Iterator[tuple[str, Any]]:
+    records = _parsed(text)
+    if isinstance(records, list):
+        for number, record in enumerate(records, 1):
+            yield f"question {number}", record
+        return
     # splitlines() would also split at characters that JSON allows inside a text (U+2028).
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield number, _parsed(line)
+            yield f"line {number}", _parsed(line)
 
 
-_READERS = {".csv": _csv_lines, ".jsonl": _json_lines}
+_READERS = {".csv": _csv_lines, ".tsv": _csv_lines, ".jsonl": _json_lines, ".json": _json_lines}
 
 
-def _question(columns: Any, line: int, read_subtitles: _ReadSubtitles) -> Question:
+def _question(
+    columns: Any, place: str, read_subtitles: _ReadSubtitles
+) -> tuple[Question, dict[str, str]]:
     if not isinstance(columns, dict):
         rule = "it is no JSON object, or its cells are not those of the header: correct it"
         raise _bad("line", columns, rule)
+    columns = {name: value for name, value in columns.items() if value is not None}
+    for name in columns.keys() - _Columns.model_fields.keys():
+        if known := _misspelled(name):
+            raise _bad(name, columns[name], f"rename the column to {known}, or to another word")
     try:
-        read = _Columns.model_validate({k: v for k, v in columns.items() if v is not None})
+        read = _Columns.model_validate(columns)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        value, rule = first["input"], first["msg"].removeprefix("Value error, ")
-        if first["type"] == "missing":
-            # The input is the whole line.
-            value, rule = "", "it is required: fill it in"
-        elif first["type"] != "value_error":
-            # pydantic's own texts name no remedy.
-            rule = f"{rule}: correct it, or leave it out if it is optional"
-        raise _bad(".".join(map(str, first["loc"])), value, rule) from None
-    return Question(
-        id=read.id or str(line),
+        field = str(first["loc"][0])
+        rule = _RULES.get(field, "give a text")
+        if field not in columns or columns[field] == "":
+            rule = "it is required: fill it in"
+        elif first["type"] == "value_error":
+            rule = first["msg"].removeprefix("Value error, ")
+        raise _bad(field, columns.get(field, ""), rule) from None
+    question = Question(
+        id=read.id or place.split()[1],
         video=read.video,
         text=read.question,
         kind=read.kind or QuestionKind.OPEN_ENDED,
@@ -238,6 +285,14 @@ def _question(columns: Any, line: int, read_subtitles: _ReadSubtitles) -> Questi
         subtitles=read_subtitles(read.subtitles) if read.subtitles else (),
         evidence=read.evidence,
     )
+    return question, {name: cell for name, cell in (read.model_extra or {}).items() if cell}
+
+
+@functools.cache
+def _misspelled(name: str) -> str:
+    """Return the known column that the name of another one is meant for; "" if it is not."""
+    alike = difflib.get_close_matches(name.lower(), _Columns.model_fields, 1, _ALIKE)
+    return next((known for known in alike if abs(len(known) - len(name)) < 2), "")
 
 
 def _subtitles(root: pathlib.Path, path: str) -> tuple[Subtitle, ...]:

@@ -9,7 +9,11 @@ import re
 
 import pytest
 
-from paravt_jax.data.question_files import read_questions, require_unique_ids
+from paravt_jax.data.question_files import (
+    read_columns,
+    read_questions,
+    require_unique_ids,
+)
 from paravt_jax.method.records import Question, QuestionKind, Subtitle
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "evaluation.md"
@@ -81,30 +85,32 @@ def test_the_id_of_a_row_without_one_is_its_line(rows, tmp_path):
     assert [question.id for question in of_csv] == ["2", "3", "4"]
 
 
-# What is changed in a good row; the field that the error names; a word of the rule.
+# What is changed in a good row; the field that the error names, with its value; a word of the rule.
 BAD = [
-    ({"video": ""}, "video", "at least 1 character"),
+    ({"video": ""}, "video", "required"),
     ({"video": "/etc/passwd"}, "video", "relative"),
     ({"video": "../x.mp4"}, "video: '../x.mp4'; give", "relative"),
-    ({"question": " "}, "question", "at least 1 character"),
-    ({"question": ["a"]}, "question", "string: correct it"),
-    ({"answer": None}, "answer", "equired"),
+    ({"question": " "}, "question", "give a text"),
+    ({"question": ["a"]}, "question", "give a text"),
+    ({"answer": None}, "answer: ''; ", "required"),
+    ({"answer": None, "anwser": "B"}, "anwser: 'B'; ", "rename the column to answer"),
     ({"answer": "D"}, "answer", "from A to C"),
     ({"answer": "number 7"}, "answer", "letter"),
     ({"answer": ["B"]}, "answer", "text"),
-    ({"options": ["one"]}, "options", "at least 2 items"),
-    ({"options": [str(n) for n in range(27)]}, "options", "at most 26 items"),
-    ({"kind": "essay"}, "kind", "'mcq', 'tvg' or 'oe': correct it"),
+    ({"options": "seven|four"}, "options: 'seven|four'; ", '["a car", "a boat"]'),
+    ({"options": ["one"]}, "options", "2 to 26 texts"),
+    ({"options": [str(n) for n in range(27)]}, "options", "2 to 26 texts"),
+    ({"kind": "essay"}, "kind: 'essay'; ", "mcq, oe or tvg"),
     ({"kind": "oe"}, "kind", "options"),
-    ({"kind": "tvg", "options": None}, "answer", "tuple: correct it"),
-    ({"kind": "tvg", "options": None, "answer": [9, 3]}, "answer", "span"),
+    ({"kind": "tvg", "options": None, "answer": "20-30"}, "answer: '20-30'; ", "[12.5, 20]"),
+    ({"kind": "tvg", "options": None, "answer": [9, 3]}, "answer", "start before end"),
     ({"options": ["a car", " A  car", "x"]}, "options", "occurs twice"),
     ({"options": None}, "answer", "no options: add them, or the kind oe"),
     ({"subtitles": "gone.srt"}, "subtitles", "No such file"),
     ({"subtitles": "../x.srt"}, "subtitles: '../x.srt'; ", "relative"),
-    ({"evidence": [5, 5]}, "evidence", "span"),
-    ({"evidence": [5, "6"]}, "evidence.1: '6'; ", "number: correct it"),
-    ({"option": "x"}, "option: 'x'; ", "not permitted: correct it"),
+    ({"evidence": [5, 5]}, "evidence", "start before end"),
+    ({"evidence": [5, "6"]}, "evidence", "[12.5, 20]"),
+    ({"option": "x"}, "option: 'x'; ", "rename the column to options"),
     ({"id": "when"}, "id", "same id"),
 ]
 
@@ -139,19 +145,39 @@ def test_letters_before_options_are_not_asked_twice(written, asked, rows, tmp_pa
     assert (question.options, question.answer) == (asked, "B")
 
 
-def test_tables_of_spreadsheets_are_read(tmp_path):
-    file, delimiter = tmp_path / "my.csv", ";"
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_tables_of_spreadsheets_are_read(delimiter, tmp_path):
+    file = tmp_path / "my.csv"
     lines = [
-        ["video", "question", "options", "answer"],
-        ["v.mp4", "Who, or what?", '"[""ein Auto"", ""ein Bär""]"', "B"],
+        ["video", "question", "options", "answer", "level "],
+        ["v.mp4", "Who, or what?", '"[""ein Auto"", ""ein Bär""]"', "B", "3"],
     ]
     text = "".join(delimiter.join(cells) + "\r\n" for cells in lines)
     file.write_bytes(text.encode("utf-8-sig"))
-    (question,) = read_questions(file, tmp_path)
+    ((question, columns),) = read_columns(file, tmp_path)
     assert (question.text, question.options) == ("Who, or what?", ("ein Auto", "ein Bär"))
-    file.write_text(text + delimiter.join(["v.mp4", "a", "b", "c", "d"]))
+    assert columns == {"level": "3"}
+    file.write_text(text + delimiter.join(["v.mp4", "a", "b", "c", "d", "e"]))
     with pytest.raises(ValueError, match="line 3: line: .*not those of the header"):
         read_questions(file, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["my.json", "my.jsonl"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_list_is_read_with_columns_of_ones_own(name, indent, rows, tmp_path):
+    rows = [row | {"level": n, "easy": True, "note": None} for n, row in enumerate(rows)]
+    (tmp_path / name).write_text(json.dumps(rows, indent=indent))
+    listed = read_columns(tmp_path / name, tmp_path)
+    assert [columns for _, columns in listed] == [
+        {"level": str(n), "easy": "true"} for n in range(3)
+    ]
+    # They belong to no question: those train like the questions of a file without them.
+    bare = write(tmp_path, [{k: row[k] for k in row.keys() - {"level", "easy"}} for row in rows])
+    assert tuple(question for question, _ in listed) == read_questions(bare, tmp_path)
+    rows[1]["video"] = "../x"
+    (tmp_path / name).write_text(json.dumps(rows, indent=indent))
+    with pytest.raises(ValueError, match="question 2: video"):
+        read_questions(tmp_path / name, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +197,7 @@ def test_cells_that_are_not_those_of_the_header_are_refused(text, line, tmp_path
 def test_files_without_questions_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"my\.csv"):
         read_questions(tmp_path / "my.csv", tmp_path)
-    with pytest.raises(ValueError, match=r"my\.xlsx; .*\.csv, \.jsonl: save"):
+    with pytest.raises(ValueError, match=r"my\.xlsx; .*\.csv, .*\.json: save"):
         read_questions(tmp_path / "my.xlsx", tmp_path)
     for content, said in ((b"", "no questions"), (b"\xff\xfe\n", "UTF-8")):
         (tmp_path / "my.jsonl").write_bytes(content)
