@@ -78,7 +78,7 @@ class DataSettings:
     decoder: Decoder = "pyav"
     """Library that decodes frames; docs/data.md compares them. decord needs local files."""
     questions: str = ""
-    """File of your own questions (CSV, JSONL, JSON) on videos in `media`; replaces `annotations`."""
+    """File of your own questions (CSV, JSONL or JSON); they replace `annotations`."""
 
     def __post_init__(self):
         require_at_least("data", self, 1, "frames")
