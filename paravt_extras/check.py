@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import pathlib
 import shutil
 import sys
@@ -236,8 +235,6 @@ def _disk(run: Run, run_folder: RunFolder) -> str:
     needed = phases * kept * state_bytes(run) + model_bytes(run)
     there = sum(file.stat().st_size for file in run_folder.folder.rglob("*") if file.is_file())
     existing = next(x for x in (run_folder.folder, *run_folder.folder.parents) if x.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise OSError(f"{existing} is no folder to write to; give --run-dir in a writable folder")
     free = shutil.disk_usage(existing).free
     room = f"{existing}: {_size(free)} free; checkpoints and export take {_size(needed)}"
     if free + there < needed and run.model.size != "tiny":

@@ -13,50 +13,57 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from paravt_jax.data.stored import parse_json, read_checked_json, write_atomically
-from train.durable.metrics import PHASES, read_metrics, step_seconds
+from paravt_jax.data.stored import (
+    DamagedFileError,
+    parse_json,
+    read_checked_json,
+    write_atomically,
+)
+from train.durable.metrics import is_up_to, read_metrics, say, step_seconds
 
 Record = dict[str, Any]
-
-
-class EvaluationRow(TypedDict, total=False):
-    """Some fields of a line of results."""
-
-    k: int
-    dispatch: str
-    temperature: float
-    accuracy: float | None
-    compliance: float
-    calls: float
-    n: int
-
-
-class EvaluationFile(TypedDict):
-    """A file of `evaluation/`."""
-
-    phase: str
-    """Phase of the weights that it was made from, and their step."""
-    step: int
-    rows: list[EvaluationRow]
-    episodes: list[dict[str, Any]]
-    seconds: NotRequired[list[float]]
-    judge: NotRequired[dict[str, int]]
 
 
 class _Result(TypedDict):
     """What is read of result.json."""
 
-    before: list[EvaluationRow]
-    after: list[EvaluationRow]
-    curve: NotRequired[list[EvaluationRow]]
+    before: list[Record]
+    after: list[Record]
+    curve: NotRequired[list[Record]]
     seconds: NotRequired[float]
     token_mismatches: NotRequired[int]
     logprob_gap: NotRequired[float]
 
 
-def read_evaluation_file(file: pathlib.Path) -> EvaluationFile:
-    """Read a file of `evaluation/`. Raises DamagedFileError if it holds something else."""
-    return read_checked_json(file, EvaluationFile, "restore it from a backup")
+def read_evaluation_file(file: pathlib.Path) -> Record:
+    """Read a file of `evaluation/`.
+
+    Returns:
+        `phase` and `step` of the weights that it was made from, the lines `rows`, `episodes`, and
+        some have `seconds` and `judge`.
+
+    Raises:
+        DamagedFileError: It is damaged.
+    """
+    return read_checked_json(file, Record, "delete it: the run plays it again, or ends without it")
+
+
+def is_finished(folder: pathlib.Path) -> bool:
+    """Return whether a run has its result and its model."""
+    return all((folder / name).exists() for name in ("result.json", "model"))
+
+
+def set_damaged_aside(folder: pathlib.Path) -> None:
+    """Rename damaged files of evaluations, so that the run goes on without them."""
+    for file in (folder / "evaluation").glob("*.json"):
+        try:
+            read_evaluation_file(file)
+        except DamagedFileError:
+            say(
+                f"{file}: damaged, so it is renamed to end with .damaged; an evaluation before or "
+                "after RL is played again, and the report does without the others"
+            )
+            file.rename(file.with_suffix(".damaged"))
 
 
 def forget_after(folder: pathlib.Path, phase: str, step: int) -> None:
@@ -69,11 +76,8 @@ def forget_after(folder: pathlib.Path, phase: str, step: int) -> None:
     """
     # It marks a finished run.
     (folder / "result.json").unlink(missing_ok=True)
-    last = PHASES.index(phase)
     for file in (folder / "evaluation").glob("*.json"):
-        made = read_evaluation_file(file)
-        own = PHASES.index(made["phase"])
-        if own > last or (own == last and made["step"] > step):
+        if not is_up_to(read_evaluation_file(file), phase, step):
             file.unlink()
 
 
@@ -151,7 +155,7 @@ def _checks(steps: list[Record]) -> Record:
     }
 
 
-def _contents(folder: pathlib.Path, name: str) -> list[EvaluationFile]:
+def _contents(folder: pathlib.Path, name: str) -> list[Record]:
     """Return the contents of an evaluation's files NAME-NUMBER.json, by number."""
     paths = (folder / "evaluation").glob(f"{name}-*.json")
     files = sorted(paths, key=lambda file: int(file.stem.split("-")[1]))

@@ -31,7 +31,6 @@ from models.sharding import make_mesh
 from paravt_extras.check import as_text, check, require_ready
 from paravt_extras.fit import fit
 from paravt_extras.slices import found_devices
-from paravt_jax.data.any_path import is_bucket
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.stored import as_json
 from paravt_jax.method.records import Question
@@ -54,7 +53,7 @@ from train.learn.sft import SFTBatches
 from train.model import first_model, require_model, take_apart
 from train.model_folder import export_run
 from train.prepare import note_unreadable, prepare
-from train.result import write_result
+from train.result import is_finished, set_damaged_aside, write_result
 from train.rl import train_rl
 from train.settings import Run
 from train.sft import train_sft
@@ -90,7 +89,8 @@ def execute(
     """Run every phase that is not finished yet.
 
     Each phase writes its result atomically and skips what it finds on disk, so a run that was
-    killed and started again ends with the same result as an uninterrupted one.
+    killed and started again ends with the same result as an uninterrupted one. A finished run
+    returns at once, whatever else was deleted from its folder.
 
     Args:
         run: The settings.
@@ -123,6 +123,9 @@ def execute(
             judge = RemoteJudge(run.rl.rewards.judge)
             stack.enter_context(contextlib.closing(judge))
         home = _open_home(run, config, interrupts, stack)
+        if hosts.from_first(lambda: is_finished(home.folder)):
+            return home.folder
+        hosts.from_first(lambda: set_damaged_aside(home.folder))
         data = _prepare(run, home, questions)
         model, origin = first_model(run, data, mesh)
         if run.align is not None:
@@ -302,10 +305,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _in_words(error: Exception, run: Run) -> str:
     """Return the message of an error, with paths of a bucket."""
-    # Without its package, a bucket cannot be opened.
-    if isinstance(error, ModuleNotFoundError) or not is_bucket(run.run_dir):
-        return str(error)
-    return _run_folder(run).in_words(str(error))
+    # Without its package, a bucket has no paths.
+    with contextlib.suppress(ModuleNotFoundError):
+        return _run_folder(run).in_words(str(error))
+    return str(error)
 
 
 if __name__ == "__main__":

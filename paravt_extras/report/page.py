@@ -17,10 +17,9 @@ import os
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any, NotRequired
+from typing import Any
 
 from tqdm import tqdm
-from typing_extensions import TypedDict
 
 from models.family import REHEARSAL
 from paravt_extras.report.chart import Point, line_chart, lines_chart
@@ -120,18 +119,6 @@ def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
     return root / "report.html"
 
 
-class _Model(TypedDict):
-    dtype: NotRequired[str]
-    size: NotRequired[str]
-
-
-class _Config(TypedDict):
-    """What a page reads of config.json."""
-
-    name: NotRequired[str]
-    model: NotRequired[_Model]
-
-
 def read_shown_config(root: pathlib.Path) -> Record:
     """Return the configuration of a run; {} if there is none yet.
 
@@ -139,8 +126,8 @@ def read_shown_config(root: pathlib.Path) -> Record:
         DamagedFileError: The file holds something else.
     """
     file = root / "config.json"
-    remedy = "restore it from a backup"
-    return read_checked_json(file, _Config, remedy) if file.exists() else {}
+    remedy = "delete it and start the run's command, which restores it"
+    return read_checked_json(file, Record, remedy) if file.exists() else {}
 
 
 # --- the head ---

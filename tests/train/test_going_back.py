@@ -14,6 +14,7 @@ from tests.train.homes import open_home, open_phase
 from train.durable.checkpoint import CheckpointError
 from train.durable.metrics import read_metrics
 from train.durable.run_folder import RunFolderError
+from train.result import set_damaged_aside
 
 
 def train(folder: pathlib.Path, name: str, steps: int) -> int:
@@ -69,21 +70,26 @@ def test_metrics_after_the_last_checkpoint_are_not_verified(run):
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")][-2:] == [5, 6]
 
 
-@pytest.mark.parametrize("lost", ["", "4"])
-def test_a_lost_phase_that_a_later_one_was_trained_from_is_an_error(run, lost):
-    shutil.rmtree(run / "checkpoints" / "sft" / lost)
-    metrics = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunFolderError, match="sft/4: lost, but rl in .* was made from it"):
-        train(run, "sft", 4)
-    assert (run / "metrics.jsonl").read_bytes() == metrics, "nothing was cut"
+@pytest.mark.parametrize(
+    ("phase", "lost", "first"), [("sft", "", 0), ("sft", "4", 2), ("rl", "4", 2)]
+)
+def test_lost_steps_are_computed_again_and_what_was_made_from_them_stays(
+    run, capsys, phase, lost, first
+):
+    shutil.rmtree(run / "checkpoints" / phase / lost)
+    (run / "model").mkdir()
+    metrics, before = (run / "metrics.jsonl").read_bytes(), made(run)
+    assert train(run, phase, 4) == first
+    assert f"{phase}/4: lost; its steps are computed again" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    after = made(run)
+    again = {f"{phase}-{step}" for step in range(first + 1, 5)}
+    assert {name for name in before if after[name] != before[name]} == again
+    assert train(run, phase, 4) == 4
 
 
 def test_without_its_newest_checkpoint_a_run_goes_on_from_the_one_before(run):
     shutil.rmtree(run / "checkpoints" / "rl" / "4")
-    (run / "model").mkdir()
-    with pytest.raises(RunFolderError, match="rl/4: lost, but model in .* was made from it"):
-        train(run, "rl", 4)
-    (run / "model").rmdir()
     before = made(run)
     assert train(run, "rl", 4) == 2
     steps = [(line["phase"], line["step"]) for line in read_metrics(run / "metrics.jsonl")]
@@ -91,6 +97,15 @@ def test_without_its_newest_checkpoint_a_run_goes_on_from_the_one_before(run):
     after = made(run)
     assert {name for name in before if after[name] != before[name]} == {"rl-3", "rl-4"}
     assert train(run, "rl", 4) == 4
+
+
+def test_a_damaged_evaluation_ends_no_run(run, capsys):
+    file = run / "evaluation" / "sft-1.json"
+    file.write_bytes(file.read_bytes()[:-1])
+    set_damaged_aside(run)
+    assert f"{file}: damaged, " in capsys.readouterr().err
+    assert train(run, "rl", 6) == 4
+    assert len(made(run)) == 10 and not file.exists()
 
 
 def test_a_damaged_checkpoint_is_named_and_stays_where_it_is(run):

@@ -231,6 +231,14 @@ def test_the_same_command_again_changes_nothing(finished):
     assert again == result
 
 
+def test_a_finished_run_needs_no_file_of_its_past(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    for name in ("checkpoints", "evaluation", "videos"):
+        shutil.rmtree(tmp_path / "run" / name)
+    assert command(tmp_path / "run") == 0
+    assert not (tmp_path / "run" / "videos").exists()
+
+
 def test_a_folder_of_another_configuration_is_refused_with_the_difference(finished, capsys):
     result = (finished / "result.json").read_bytes()
     assert command(finished, "--seed", "1", "--rl.steps", "7") == 1
@@ -246,6 +254,7 @@ def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(
     shutil.copytree(finished, tmp_path / "run")
     pieces = (*world_text.PIECES, *recurring_texts((CropVideo(),), DIALECT), "another")
     tokenizer_file.save(build_vocabulary(pieces, DIALECT), tmp_path / "run" / "tokenizer")
+    (tmp_path / "run" / "result.json").unlink()
     size = tokenizer_file.load(finished / "tokenizer", DIALECT).size
     assert command(tmp_path / "run") == 1
     message = capsys.readouterr().err

@@ -11,10 +11,12 @@ import sys
 import time
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from paravt_jax.data.stored import DamagedFileError, write_checked_json
 from tests.damaged import damaged_versions
+from train.durable.checkpoint import Checkpoints
 from train.durable.run_folder import (
     FORMAT,
     RunFolderError,
@@ -106,9 +108,25 @@ def test_every_flipped_bit_of_a_configuration_is_named(tmp_path: pathlib.Path) -
     file = tmp_path / "config.json"
     for damaged in damaged_versions(file.read_bytes()):
         file.write_bytes(damaged)
-        with pytest.raises(DamagedFileError, match=r"config\.json: damaged: .*restore it") as error:
+        with pytest.raises(DamagedFileError, match=r"config\.json: damaged: .*delete it") as error:
             read_config(tmp_path, "--run-dir")
         assert "\n" not in str(error.value)
+
+
+def test_a_lost_configuration_is_that_of_the_newest_checkpoint(tmp_path, capsys):
+    claim(tmp_path, CONFIG)
+    written = (tmp_path / "config.json").read_bytes()
+    for step, seed in ((9, 3), (10, 0)):
+        settings = {"settings": CONFIG | {"seed": seed}}
+        checkpoints = Checkpoints(tmp_path / "checkpoints" / "sft", settings)
+        checkpoints.save(step, {"w": jnp.zeros(2)}, {})
+        checkpoints.close()
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(RunFolderError, match="seed: 0 -> 3"):
+        claim(tmp_path, CONFIG | {"seed": 3})
+    claim(tmp_path, CONFIG)
+    assert (tmp_path / "config.json").read_bytes() == written
+    assert "config.json: lost; " in capsys.readouterr().err
 
 
 def test_a_directory_of_another_format_is_refused_in_one_line(tmp_path: pathlib.Path) -> None:

@@ -29,11 +29,12 @@ from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 from models.fingerprint import array_fingerprints, host_fingerprint
-from paravt_jax.data.any_path import any_path
+from paravt_jax.data.any_path import AnyPath, any_path
 from paravt_jax.data.stored import as_json, require_same
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import TEMPORARY, UserError, one_line
 from train.durable.bucket import named_errors
+from train.durable.metrics import PHASES
 
 T = TypeVar("T")
 
@@ -220,11 +221,11 @@ class Checkpoints:
         ) from error
 
     def _record(self, step: int) -> dict[str, Any]:
-        """Read the JSON that `save` stored: leaves, sums, cursor, identity."""
-        record = self._read(step, _META, ocp.args.JsonRestore())
-        if record.pop("checksum", None) != _sum_of_json(record):
-            raise self.unreadable(step, "meta: its checksum is wrong")
-        return record
+        self.wait()
+        try:
+            return read_record(self.folder / str(step))
+        except (OSError, ValueError) as error:
+            raise self.unreadable(step, one_line(error)) from error
 
     def _read(self, step: int, item: str, arguments: Any) -> Any:
         """Read an item of a checkpoint.
@@ -244,6 +245,27 @@ class Checkpoints:
             f"{self.folder / str(step)} cannot be read ({cause}): if it is damaged, restore it "
             f"from a backup, or delete it {again}"
         )
+
+
+def kept_checkpoints(folder: AnyPath) -> list[AnyPath]:
+    """Return the complete checkpoints below the folder `checkpoints` of a run, in their order."""
+    phases = ([x for x in (folder / phase).glob("*") if x.name.isdigit()] for phase in PHASES)
+    return [path for phase in phases for path in sorted(phase, key=lambda x: int(x.name))]
+
+
+def read_record(checkpoint: AnyPath) -> dict[str, Any]:
+    """Read the JSON that `save` stored: leaves, sums, cursor, identity.
+
+    It needs no other process, unlike what Orbax reads.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is damaged.
+    """
+    record = json.loads((checkpoint / _META / "metadata").read_bytes())
+    if not isinstance(record, dict) or record.pop("checksum", None) != _sum_of_json(record):
+        raise ValueError("meta: its checksum is wrong")
+    return record
 
 
 def not_finite(state: PyTree) -> str:

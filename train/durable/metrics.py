@@ -113,7 +113,9 @@ class MetricsWriter:
         if hosts.is_first():
             self._dir.mkdir(parents=True, exist_ok=True)
 
-    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> dict[str, Any]:
+    def write(
+        self, phase: str, step: int, values: Mapping[str, SupportsFloat], again: bool = False
+    ) -> dict[str, Any]:
         """Record the metrics of one step. In a resumed run, call `truncate` before the first one.
 
         Args:
@@ -121,6 +123,7 @@ class MetricsWriter:
             step: Step number within the phase.
             values: Flat names with a slash after the group, as in "reward/accuracy". Values that
                 are not finite are stored as null.
+            again: Whether the step is recorded and only computed again, so that nothing is written.
 
         Returns:
             The line of metrics.jsonl.
@@ -128,7 +131,7 @@ class MetricsWriter:
         assert phase in PHASES, phase
         numbers = {name: _finite(value) for name, value in values.items()}
         line = {"phase": phase, "step": int(step), "wall": round(time.time(), 3), **numbers}
-        if not hosts.is_first():
+        if again or not hosts.is_first():
             return line
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -156,7 +159,7 @@ class MetricsWriter:
             step: The last step to keep.
         """
         if hosts.is_first() and self.path.exists():
-            kept = [line for line in read_metrics(self.path) if _is_up_to(line, phase, step)]
+            kept = [line for line in read_metrics(self.path) if is_up_to(line, phase, step)]
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def close(self) -> None:
@@ -165,10 +168,9 @@ class MetricsWriter:
             events.close()
 
 
-def _is_up_to(line: dict[str, Any], phase: str, step: int) -> bool:
-    """Return whether a line belongs to an earlier phase, or to a step of this one up to `step`."""
-    own, last = PHASES.index(line["phase"]), PHASES.index(phase)
-    return own < last or (own == last and line["step"] <= step)
+def is_up_to(record: Mapping[str, Any], phase: str, step: int) -> bool:
+    """Return whether a record belongs to a step of `phase` up to `step`, or to an earlier phase."""
+    return (PHASES.index(record["phase"]), record["step"]) <= (PHASES.index(phase), step)
 
 
 def _finite(value: SupportsFloat) -> float | None:

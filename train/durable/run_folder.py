@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -31,7 +32,9 @@ from paravt_jax.data.stored import (
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import Stopped, UserError
 from train.durable.bucket import BucketFiles, named_errors
+from train.durable.checkpoint import kept_checkpoints, read_record
 from train.durable.lease import Lease
+from train.durable.metrics import say
 
 FORMAT = 14
 """Version of a run's files. Raise it when this code cannot read older runs."""
@@ -96,9 +99,7 @@ class RunFolder:
         return BucketFiles(self.shown, self.folder)
 
     def require_usable(self, config: dict[str, Any]) -> bool:
-        """Raise RunFolderError if the folder holds another run or other files. Change nothing.
-
-        Whether the folder can be written to shows when `claim` makes it.
+        """Raise RunFolderError if the folder cannot be used for this run. Change nothing.
 
         Args:
             config: The run's settings, as JSON can hold them.
@@ -106,6 +107,12 @@ class RunFolder:
         Returns:
             Whether it holds a run to continue.
         """
+        if not self._in_bucket:
+            existing = next(x for x in (self.folder, *self.folder.parents) if x.exists())
+            if not existing.is_dir() or not os.access(existing, os.W_OK):
+                raise RunFolderError(
+                    f"{existing} is no folder to write to; give --run-dir in a writable folder"
+                )
         with named_errors(self.shown):
             return self.address.exists() and _is_continued(self.address, config)
 
@@ -183,7 +190,8 @@ def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> Iterato
     folder = pathlib.Path(run_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder / _LOCK):
-        _is_continued(folder, config)
+        if _is_continued(folder, config) and not (folder / _CONFIG).exists():
+            say(f"{folder / _CONFIG}: lost; the newest checkpoint has the settings of this command")
         write_checked_json(folder / _CONFIG, {"format": FORMAT, **config}, indent=1)
         yield
 
@@ -197,19 +205,27 @@ def _is_continued(folder: AnyPath, config: dict[str, Any]) -> bool:
     others = sorted(entry.name for entry in folder.iterdir() if entry.name not in _FIRST)
     if not others:
         return False
-    if not (folder / _CONFIG).exists():
-        raise RunFolderError(
-            f"--run-dir {folder} is not a run's folder: it has no {_CONFIG} and holds "
-            f"{', '.join(others[:5])}. Give a new or empty folder."
-        )
     require_same(
         f"--run-dir {folder} holds a run of another configuration",
-        identity(read_config(folder, "--run-dir")),
+        _stored_settings(folder, others),
         identity(as_json(config)),
         "Name another --run-dir, or use its settings.",
         RunFolderError,
     )
     return True
+
+
+def _stored_settings(folder: AnyPath, others: list[str]) -> dict[str, Any]:
+    """Return the settings of the run in `folder`, from a checkpoint if config.json is lost."""
+    if (folder / _CONFIG).exists():
+        return identity(read_config(folder, "--run-dir"))
+    kept = kept_checkpoints(folder / "checkpoints")
+    if not kept:
+        raise RunFolderError(
+            f"--run-dir {folder} is not a run's folder: it has no {_CONFIG} and holds "
+            f"{', '.join(others[:5])}. Give a new or empty folder."
+        )
+    return read_record(kept[-1])["identity"]["settings"]
 
 
 def read_config(folder: AnyPath, flag: str) -> dict[str, Any]:
@@ -224,7 +240,7 @@ def read_config(folder: AnyPath, flag: str) -> dict[str, Any]:
         RunFolderError: The run has another format. The message is one line.
     """
     file = folder / _CONFIG
-    remedy = f"restore it, or give another {flag}"
+    remedy = "delete it and start the run's command, which restores it"
     config = parse_checked_json(file.read_bytes(), str(file), dict[str, Any], remedy)
     number = config.pop("format", 1)
     if number != FORMAT:

@@ -64,7 +64,6 @@ _LOWER = (
     "what is saved is finite, but the same command computes the same again: lower the "
     "learning rate in another --run-dir"
 )
-_BACKUP = "restore it from a backup, or start anew with another --run-dir."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +127,7 @@ class Saver:
         # later than it does.
         self.finished_steps: int = hosts.gather(self._checkpoints.latest())[0] or 0
         self._lines = StepLines(steps)
+        self._again = False
 
     def __enter__(self) -> Saver:
         return self
@@ -173,8 +173,7 @@ class Saver:
         Raises:
             CheckpointError: The checkpoint is damaged, or belongs to another run, model or
                 vocabulary.
-            RunFolderError: metrics.jsonl lacks lines, or the run cannot go on from another
-                checkpoint than the lost one.
+            RunFolderError: metrics.jsonl lacks lines.
             Stopped: The run was asked to stop and has steps left.
         """
         state = initial
@@ -192,7 +191,7 @@ class Saver:
             except Exception as error:  # a damaged one finds errors of every kind
                 what = f"its position in the data: {error}"
                 raise self._checkpoints.unreadable(self.finished_steps, what) from error
-        hosts.from_first(self._require_files)
+        self._again = hosts.from_first(self._is_made_again)
         if self.left:
             self._go_on()
         return state, cursor
@@ -228,7 +227,8 @@ class Saver:
         if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
             raise ValueError(f"the loss of {self._step(step)} is not finite; {_LOWER}")
         measured = self._measured(step, state, metrics, lengths)
-        line = self._home.metrics.write(self.name, step, {**metrics, **measured})
+        values = {**metrics, **measured}
+        line = self._home.metrics.write(self.name, step, values, self._again)
         if hosts.is_first():
             self._lines.add(line)
         asked = self._home.interrupts.agree()
@@ -257,33 +257,38 @@ class Saver:
             measured |= speeds(lengths, self._parts.model.config, seconds, devices)
         return measured
 
-    def _require_files(self) -> None:
-        """Raise RunFolderError if the run cannot go on from the newest checkpoint.
+    def _is_made_again(self) -> bool:
+        """Return whether the last checkpoint is lost, although something was made from it.
 
-        Either its metrics are lost, or something was made from steps that would be trained again.
+        Its steps are then computed again. What was made from it stays.
+
+        Raises:
+            RunFolderError: Metrics are lost.
         """
         lines = read_metrics(self._home.metrics.path)
+        later = PHASES[PHASES.index(self.name) + 1 :]
+        exported = any((self._home.folder / name).exists() for name in ("model", "adapter"))
+        made = exported or any(line["phase"] in later for line in lines)
+        recorded = self._steps if made else self.finished_steps
         own = [line for line in lines if line["phase"] == self.name]
-        if sum(line["step"] <= self.finished_steps for line in own) < self.finished_steps:
+        if sum(line["step"] <= recorded for line in own) < recorded:
             raise RunFolderError(
-                f"{self._home.metrics.path}: lines up to {self._step(self.finished_steps)} are "
-                f"lost: {_BACKUP}"
+                f"{self._home.metrics.path}: lines up to {self._step(recorded)} are lost: restore "
+                "it from a backup, or start anew with another --run-dir."
             )
-        phases = {line["phase"] for line in lines}
-        made = [name for name in PHASES[PHASES.index(self.name) + 1 :] if name in phases]
-        made += [name for name in ("model", "adapter") if (self._home.folder / name).exists()]
-        if self.left and made:
-            raise RunFolderError(
-                f"{self._checkpoints.folder / str(self._steps)}: lost, but "
-                f"{' and '.join(made)} in {self._home.folder} was made from it: {_BACKUP}"
-            )
+        return made and bool(self.left)
 
     def _go_on(self) -> None:
         """Forget what earlier processes did after the newest checkpoint, and announce the steps."""
         home = self._home
-        home.metrics.truncate(self.name, self.finished_steps)
+        if not self._again:
+            home.metrics.truncate(self.name, self.finished_steps)
         if hosts.is_first():
-            forget_after(home.folder, self.name, self.finished_steps)
+            if self._again:
+                lost = self._checkpoints.folder / str(self._steps)
+                say(f"{lost}: lost; its steps are computed again, with the same result")
+            else:
+                forget_after(home.folder, self.name, self.finished_steps)
         following = self._step(self.finished_steps + 1)
         home.interrupts.check(f"stopped before {following}; all before it is saved")
         if hosts.is_first():
