@@ -59,27 +59,19 @@ class ServerSettings:
                 f"{self.name}.key_variable: not a name of capitals, digits and _; "
                 "give the name of the environment variable that holds the key, not the key"
             )
-        self._check_address()
         require_above(self.name, self, 0, "timeout")
         require_at_least(self.name, self, 1, "attempts", "concurrency")
-
-    def _check_address(self) -> None:
-        """Raise ValueError unless `endpoint` is the base address of an API.
-
-        An address that may contain a secret is not shown, because messages are logged.
-        """
-        if any(mark in self.endpoint for mark in "@?#"):
-            raise ValueError(
-                f"{self.name}: the address (not shown here) has a user, a query or a fragment. "
-                "These may be secret, and settings are logged; leave them out and put the key in "
-                f"the environment variable {self.key_variable}"
-            )
         # The client adds /chat/completions.
         is_base = not self.endpoint.rstrip("/").endswith("/chat/completions")
-        if not is_base or not re.fullmatch(r"https?://[^\s/:]+(:\d+)?(/\S*)?", self.endpoint):
+        base = r"https?://[^\s/:@?#]+(:\d+)?(/[^\s@?#]*)?"
+        if not is_base or not re.fullmatch(base, self.endpoint):
+            # A user, a query and a fragment may be secret, and messages are logged.
+            is_secret = any(mark in self.endpoint for mark in "@?#")
+            shown = "(not shown: it may hold a secret)" if is_secret else repr(self.endpoint)
             raise ValueError(
-                f"{self.name}: the address {self.endpoint!r} is not the base of an API; "
-                "give one such as http://localhost:8000/v1"
+                f"{self.name}: the address {shown} is not the base of an API; give one such as "
+                "http://localhost:8000/v1, and the key in the environment variable "
+                f"{self.key_variable}"
             )
 
 

@@ -10,20 +10,25 @@ A failed request returns a `Failure`. Neither failures nor exceptions show the A
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
 import random
 import re
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import httpx2
 
 from paravt_jax.method.judge import ServerSettings
+
+_log = logging.getLogger(__name__)
 
 FIRST_WAIT = 1.0
 """Upper bound on the seconds before the second attempt. It doubles with each further attempt."""
@@ -41,22 +46,33 @@ _LOG = "look into the server's log"
 # What to do about an HTTP status; about others, look into the log.
 _REMEDIES = {401: _KEY, 403: _KEY, 429: _FEWER}
 _REMEDIES |= dict.fromkeys((301, 302, 303, 307, 308, 404), _ADDRESS)
+REFUSALS = (400, 413, 422, 451)
+"""HTTP statuses that refuse one request for its content. The server may accept the next one."""
+
+# Fields that some servers refuse, and the names to send instead; "" leaves a field out.
+_OPTIONAL = {"max_tokens": "max_completion_tokens", "temperature": "", "seed": "", "stop": ""}
+# How servers say that they do not take a field, and that a request is too long. In that case, they
+# may also name the field with the limit.
+_UNSUPPORTED = "(support|unknown|unrecogni[sz]ed|unexpected|extra|permitted|allowed|deprecated)"
+_TOKENS = ("prompt_tokens", "completion_tokens")
+_TOO_LONG = "(?i)context|too (long|large)|exceed"
 
 Answer = TypeVar("Answer")
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A chat completion: its text, and why it ended."""
+    """A chat completion: its text, what the server took out of the text, and why it ended."""
 
     text: str | None
     """None if the reply has none."""
+    thought: str
+    calls: list[Any]
+    """Unchecked; so is the next one."""
     finish_reason: Any
-    """The server's value, unchecked; so is the next one."""
-    stop_reason: Any
-    """The stop string that ended the text, if the server reports it (vLLM and SGLang do)."""
-    parsed: bool = False
-    """Whether the server took reasoning or tool calls out of the text."""
+    """The server's value, or the model's refusal."""
+    counts: Mapping[str, int]
+    """1 under the name of the model that replied, and the numbers of tokens, if given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +92,9 @@ class Failure:
     @property
     def again(self) -> bool:
         """Whether another attempt may succeed."""
-        # 408 (timeout), 429 (too many requests) and server errors may be temporary.
-        return self.status in (0, 408, 429) or self.status >= 500
+        # 408 (timeout), 409 (conflict), 425 (too early), 429 (too many requests) and server errors
+        # may be temporary.
+        return self.status in (0, 408, 409, 425, 429) or self.status >= 500
 
 
 Read = Callable[[Choice], Answer | Failure]
@@ -87,6 +104,9 @@ loop, so it has to be quick."""
 
 class Client:
     """Requests chat completions from one server.
+
+    An optional field for which the server refuses a request, such as `temperature`, is left out or
+    renamed from then on.
 
     Args:
         settings: Address, key variable, time limits and number of attempts.
@@ -98,6 +118,11 @@ class Client:
 
     def __init__(self, settings: ServerSettings):
         self._settings = settings
+        # Fields that the server has refused, and the names that are sent instead.
+        self._refused: dict[str, str] = {}
+        # What `report` returns: since the start, and until the last report.
+        self._counts: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         self._url = settings.endpoint.rstrip("/") + "/chat/completions"
         self._slots = asyncio.Semaphore(settings.concurrency)
         key = os.environ.get(settings.key_variable, "").strip()
@@ -128,13 +153,23 @@ class Client:
         Returns:
             A future of the answer, or of the last attempt's failure. Cancel it to end the request.
         """
-        # Escaped to ASCII: a text may hold half of a surrogate pair, which UTF-8 cannot.
-        answer = self._ask(json.dumps(body).encode(), read, deadline)
+        answer = self._ask(self._encode(body), read, deadline)
         return asyncio.run_coroutine_threadsafe(answer, _event_loop())
 
     def close(self) -> None:
         """Close the connections in the background."""
         asyncio.run_coroutine_threadsafe(self._http.aclose(), _event_loop())
+
+    def report(self) -> Counter[str]:
+        """Return what replies since the last report have said, after the name of the settings.
+
+        Returns:
+            The number of replies of each model, under its name in the reply; of tokens, as far as
+            the server gives them; and 1 for each field that was renamed or left out.
+        """
+        counts = Counter(self._counts)
+        new, self._reported = counts - self._reported, counts
+        return Counter({f"{self._settings.name} {what}": count for what, count in new.items()})
 
     async def _ask(
         self, content: bytes, read: Read[Answer], deadline: float | None
@@ -176,27 +211,50 @@ class Client:
                         return Failure(f"the reply is longer than {_BODY_LIMIT} bytes; {_ADDRESS}")
         except TimeoutError:
             return Failure(
-                f"no reply within timeout = {timeout} s; {_LOG}, {_FEWER}, or raise the time limit "
-                "(the judge's timeout)"
+                f"no reply within timeout = {timeout} s; {_LOG}, {_FEWER}, or raise the timeout"
             )
         except httpx2.HTTPError as error:
             # Only the type: the error's text may quote the request, and with it the key.
             cause = type(error).__name__
-            return Failure(
-                f"the connection failed ({cause}); check the address, and that the server runs"
-            )
+            return Failure(f"the connection failed ({cause}); check the address and the server")
         key = self._http.headers.get("Authorization", "").removeprefix("Bearer ")
         message = _server_message(reply, key)
         status = response.status_code
+        if status in (400, 422):
+            accepted = self._without_refused(content, reply.decode("utf-8", errors="replace"))
+            if accepted != content:
+                return await self._attempt(accepted, read)
         if not response.is_success:
-            asked = response.headers.get("Retry-After", "")  # seconds; a date is ignored
-            wait = float(asked) if re.fullmatch(r"\d+(\.\d+)?", asked, re.ASCII) else 0.0
-            remedy = _REMEDIES.get(status, _LOG)
-            return Failure(f"status {status}{message}; {remedy}", status, wait=wait)
+            headers = response.headers
+            milliseconds = headers.get("retry-after-ms")
+            asked = f"{milliseconds}e-3" if milliseconds else headers.get("retry-after", "")
+            # A date is ignored.
+            wait = float(asked) if re.fullmatch(r"\d+(\.\d+)?(e-3)?", asked, re.ASCII) else 0.0
+            # A server knows best why it refuses a request.
+            remedy = "" if message and status in REFUSALS else f"; {_REMEDIES.get(status, _LOG)}"
+            return Failure(f"status {status}{message}{remedy}", status, wait=wait)
         choice = _choice(reply)
         if choice is None:
             return Failure(f"the reply is not a complete chat completion{message}; {_ADDRESS}")
+        self._counts.update(choice.counts)
         return read(choice)
+
+    def _encode(self, body: Mapping[str, Any]) -> bytes:
+        """Return a request with the fields that the server takes."""
+        names = {name: self._refused.get(name, name) for name in body}
+        # Escaped to ASCII: a text may hold half of a surrogate pair, which UTF-8 cannot.
+        return json.dumps({new: body[name] for name, new in names.items() if new}).encode()
+
+    def _without_refused(self, content: bytes, refusal: str) -> bytes:
+        """Return a refused request without the optional fields that its refusal names."""
+        body = json.loads(content)
+        for field in body.keys() & _OPTIONAL.keys() - self._refused.keys():
+            named = rf"(?is){_UNSUPPORTED}.{{,40}}\b{field}\b|\b{field}\b.{{,40}}{_UNSUPPORTED}"
+            if re.search(named, refusal) and not re.search(_TOO_LONG, refusal):
+                self._refused[field] = _OPTIONAL[field]
+                self._counts[f"{field}: {_OPTIONAL[field] or 'left out'}"] += 1
+                _log.warning("%s refuses %s: asks without it", self._settings.endpoint, field)
+        return self._encode(body)
 
 
 @functools.cache
@@ -210,27 +268,43 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 def _choice(body: bytes) -> Choice | None:
     """Return the first choice of a chat completion; None if the body is something else."""
     try:
-        choice = json.loads(body)["choices"][0]
+        reply = json.loads(body)
+        choice = reply["choices"][0]
         message = choice["message"]
-        text = _joined(message.get("content"))
-        parsed = any(map(message.get, ("reasoning_content", "reasoning", "tool_calls")))
-        return Choice(text, choice.get("finish_reason"), choice.get("stop_reason"), parsed)
+        content, refusal = message.get("content"), message.get("refusal")
+        thinking = [part.get("thinking") for part in content or () if isinstance(part, dict)]
+        thought = message.get("reasoning_content") or message.get("reasoning") or thinking
+        usage = reply["usage"] if isinstance(reply.get("usage"), dict) else {}
+        counts = {name: usage.get(name) for name in _TOKENS} | {f"model {reply.get('model')}": 1}
+        return Choice(
+            _joined(content),
+            _joined(thought) or "",
+            list(message.get("tool_calls") or ()),
+            f"refusal: {refusal}"[:_MESSAGE_LIMIT] if refusal else choice.get("finish_reason"),
+            {name: count for name, count in counts.items() if isinstance(count, int)},
+        )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def _joined(content: Any) -> str | None:
-    """Return a content's text, which may be a list of items; None if it has none."""
-    if not isinstance(content, list):
-        return content if isinstance(content, str) else None
-    items = [item for item in content if isinstance(item, dict) and item.get("type") == "text"]
-    texts = [item["text"] for item in items if isinstance(item.get("text"), str)]
-    return "".join(texts) if texts else None
+    """Return a text, which may be in parts; None if there is none."""
+    if isinstance(content, list):
+        texts = [text for text in map(_joined, content) if text is not None]
+        return "".join(texts) if texts else None
+    if isinstance(content, dict) and content.get("type") in ("text", "output_text"):
+        content = content.get("text")
+    return content if isinstance(content, str) else None
 
 
 def _server_message(body: bytes, key: str) -> str:
     """Return what a server says in brackets, on one line and without the key; "" for nothing."""
     text = body.decode("utf-8", errors="replace")
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        content = json.loads(text)
+        error = content.get("error", content)
+        # `metadata` is what a server behind this one says.
+        text = str(error.get("metadata") or error.get("message") or error.get("detail") or text)
     # Control characters could move the cursor of the terminal that shows the message.
     printable = "".join(c if c.isprintable() else " " for c in text)
     # JSON may write a key's "/" as "\/".

@@ -100,6 +100,7 @@ class RemoteJudge:
         settings: The server, the model and the time limits.
 
     Attributes:
+        client: Sends the requests.
         counts: Outcomes of the latest batch: different answers `asked`, of which some were
             `answered` by the judge, and the others, which `fell_back`, were scored by F1.
 
@@ -111,11 +112,7 @@ class RemoteJudge:
         self.settings = settings
         self.counts = {"asked": 0, "answered": 0, "fell_back": 0}
         self._logged: set[str] = set()
-        self._client = Client(settings)
-
-    def close(self) -> None:
-        """Close the connections in the background."""
-        self._client.close()
+        self.client = Client(settings)
 
     def scores(self, items: Sequence[Item]) -> list[float]:
         """Score answers, within `time_limit` seconds.
@@ -139,7 +136,7 @@ class RemoteJudge:
     def _judge(self, asked: Sequence[Item]) -> dict[Item, float]:
         """Request all scores concurrently, count the outcomes, and return the scores."""
         limit = self.settings.time_limit
-        futures = [self._client.ask(request(self.settings, *item), _score) for item in asked]
+        futures = [self.client.ask(request(self.settings, *item), _score) for item in asked]
         done, open_requests = concurrent.futures.wait(futures, limit)
         for future in open_requests:
             future.cancel()

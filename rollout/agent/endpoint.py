@@ -2,8 +2,8 @@
 
 A request is sent as chat messages that the published template renders to the request's own text.
 The text of the reply is converted to ids. The server does its own tokenization and log-probs are
-unknown (NaN), so this is for evaluation, not for training. A server must return the text as the
-model wrote it, without a parser for tool calls or reasoning.
+unknown (NaN), so this is for evaluation, not for training. Reasoning and tool calls that a server
+took out of the text are put back, as the model itself writes them.
 
 Failures are values. If the server refuses a request for its content, the sample has
 `SampleStop.REFUSED`. If it cannot be reached, or sends no usable reply in all attempts, the sample
@@ -16,6 +16,7 @@ import base64
 import functools
 import io
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt8
 from PIL import Image
 
 from models.config import ModelConfig
@@ -32,26 +32,20 @@ from models.features.cache import Encoded
 from models.features.encoder import FrameEncoder
 from paravt_jax.data.frames import FrameSource, VideoError
 from paravt_jax.method.judge import ServerSettings
+from paravt_jax.method.parsing import find_calls, rewrite_calls
+from paravt_jax.method.protocol import PINNED
 from paravt_jax.method.records import Frame, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes.exit_codes import UserError
-from paravt_jax.remote.client import Choice, Client, Failure
-from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sampling
+from paravt_jax.remote.client import REFUSALS, Choice, Client, Failure
+from rollout.engine.requests import Completion, Request, Sample, SampleStop
 
-# HTTP statuses that refuse one request for its content. The server may accept the next one.
-_REFUSALS = (400, 413, 422, 451)
-_PARSER_REMEDY = (
-    "ask another model if this one refuses, or serve it without a parser for tool calls or "
-    "reasoning, because a parser removes them from the text"
-)
-# How servers say that a reply was cut at its token limit, and that they did not finish a reply.
-_CUT = (
-    "length max_length max_tokens max_output_tokens model_length model_context_window_exceeded"
-).split()
+# How servers say that they withhold a reply, that it was cut at its token limit, and that they did
+# not finish it. Everything else is a turn's end.
+_WITHHELD = re.compile("filter|refusal|safety")
+_CUT = re.compile("length|max_tokens|max_output_tokens|exceeded")
 # "none": they gave no reason.
-_BROKEN = (
-    "none error abort aborted cancelled canceled failed timeout insufficient_system_resource"
-).split()
+_BROKEN = re.compile("none|error|abort|cancel|failed|timeout|insufficient")
 HOPELESS = 20
 """A run ends after this many questions in a row without an answer. Each has had all its attempts,
 and the next command asks them again."""
@@ -91,33 +85,36 @@ class ServerWatch:
         if self._in_a_row == HOPELESS:
             raise EndpointError(
                 f"--endpoint {self._endpoint}: {HOPELESS} questions in a row have no answer "
-                f"({line['reason']}); check that the model takes images, and that its context is "
-                "long enough (vllm --max-model-len); the same command asks them again"
+                f"({line['reason']}); the same command asks them again"
             )
 
 
 class FrameImages(FrameFeatures):
-    """Pixels of frames instead of features. The base class reads, resizes and caches them."""
+    """Pictures of frames instead of features. The base class reads, resizes and caches them."""
 
     def __init__(
         self, config: ModelConfig, settings: FrameSettings, root: Path, source: FrameSource
     ):
         super().__init__(None, config, settings, root, source)
-        self.encoder = PixelEncoder()
+        self.encoder = PictureEncoder()
 
-    def image(self, frame: Frame) -> UInt8[np.ndarray, "h w 3"]:
-        """Return the pixels of a frame. Raises VideoError if it cannot be read."""
-        return self((frame,))
+    def address(self, frame: Frame) -> str:
+        """Return a frame as a data URI. Raises VideoError if it cannot be read."""
+        picture = self((frame,)).tobytes()
+        return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
 
 
-class PixelEncoder(FrameEncoder):
-    """Caches the pixels of frames, [h, w, 3] each, as they are."""
+class PictureEncoder(FrameEncoder):
+    """Caches frames as lossless pictures, at the size at which the model sees them."""
 
     def __init__(self):
         """Needs no vision tower."""
 
     def encode(self, pixels: np.ndarray, grid: tuple[int, int]) -> Iterator[Encoded]:
-        return (Encoded(pixels, index) for index in range(len(pixels)))
+        for frame in pixels:
+            buffer = io.BytesIO()
+            Image.fromarray(frame).save(buffer, "PNG", compress_level=1)
+            yield Encoded(np.frombuffer(buffer.getvalue(), np.uint8)[None], 0)
 
 
 class EndpointSampler:
@@ -128,6 +125,9 @@ class EndpointSampler:
         model: Name of the model at the endpoint.
         vocabulary: Tokenizer of the model, for the ids of replies.
         images: Frames as pictures.
+
+    Attributes:
+        client: Sends the requests.
     """
 
     def __init__(
@@ -137,50 +137,58 @@ class EndpointSampler:
         vocabulary: Vocabulary,
         images: FrameImages,
     ):
-        self._settings = settings
         self._model = model
         self._vocabulary = vocabulary
         self._images = images
-        self._client = Client(settings)
+        self.client = Client(settings)
         self._tickets = itertools.count()
         # Requests in flight, by ticket.
         self._pending: dict[int, tuple[Request, Future[_Completion | Failure]]] = {}
-
-    def close(self) -> None:
-        self._client.close()
 
     def submit(self, request: Request) -> int:
         """Send a request and return its ticket."""
         if request.begun is not None:
             raise ValueError("Request.begun: a server cannot go on with a response; ask it anew")
-        ticket = next(self._tickets)
+        reply: Future[_Completion | Failure] = Future()
         try:
-            chat = messages(request, self._vocabulary, self._images)
+            sent = self._body(request)
         except VideoError as error:
-            unread: Future[_Completion | Failure] = Future()
-            unread.set_result(("", SampleStop.UNREADABLE, error.reason))
-            self._pending[ticket] = (request, unread)
-            return ticket
-        read = functools.partial(_read, end=self._vocabulary.dialect.end)
-        reply = self._client.ask(
-            body(chat, request.sampling, request.seed, self._model, self._vocabulary),
-            read,
-            request.sampling.deadline,
-        )
+            reply.set_result(("", SampleStop.UNREADABLE, error.reason))
+        else:
+            begun, stops = "continue_final_message" in sent, sent.get("stop", [])
+            read = functools.partial(self._read, begun, stops)
+            reply = self.client.ask(sent, read, request.sampling.deadline)
+        ticket = next(self._tickets)
         self._pending[ticket] = (request, reply)
         return ticket
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        """Return the JSON of a chat completion request. Raises VideoError as `messages` does."""
+        sampling, vocabulary = request.sampling, self._vocabulary
+        chat = messages(request, vocabulary, self._images)
+        begun = bool(chat[-1]["content"])
+        content: dict[str, Any] = {
+            "model": self._model,
+            "messages": chat if begun else chat[:-1],
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_new_tokens,
+            "seed": request.seed % 2**31,
+        }
+        if begun:  # extensions of vLLM and SGLang
+            content |= {"continue_final_message": True, "add_generation_prompt": False}
+        stops = [vocabulary.decode([id]) for id in sampling.stop_ids if id != vocabulary.eos]
+        return content | {"stop": stops} if stops else content
 
     def step(self) -> list[Completion]:
         """Wait a moment for a reply, and return the requests that are complete."""
         # Only a moment: frames may arrive meanwhile.
-        if self._pending:
-            replies = [reply for _, reply in self._pending.values()]
-            wait(replies, _MOMENT, return_when=FIRST_COMPLETED)
+        replies = [reply for _, reply in self._pending.values()]
+        wait(replies, _MOMENT, return_when=FIRST_COMPLETED)
         completions = []
         for ticket, (request, reply) in list(self._pending.items()):
             if reply.done():
                 del self._pending[ticket]
-                completions.append((ticket, self._to_sample(request, reply.result())))
+                completions.append((ticket, self._sample(request, reply.result())))
         return completions
 
     def cancel(self, ticket: int) -> None:
@@ -189,16 +197,50 @@ class EndpointSampler:
             _, reply = self._pending.pop(ticket)
             reply.cancel()
 
-    def _to_sample(self, request: Request, result: _Completion | Failure) -> Sample:
-        if not isinstance(result, Failure):
-            return self._sample(request, *result)
-        if result.late:
-            return self._sample(request, "", SampleStop.DEADLINE)
-        if result.status in _REFUSALS:
-            return self._sample(request, "", SampleStop.REFUSED, result.text)
-        return self._sample(request, "", SampleStop.FAILED, result.text)
+    def _read(self, begun: bool, stops: Sequence[str], choice: Choice) -> _Completion | Failure:
+        """Return the completion in a successful reply; a failure if the server broke it off.
 
-    def _sample(self, request: Request, text: str, stop: SampleStop, reason: str = "") -> Sample:
+        Args:
+            begun: Whether the request opens the model's thought.
+            stops: Texts that end the reply, besides the end of the turn.
+            choice: The reply.
+        """
+        dialect = self._vocabulary.dialect
+        reason = str(choice.finish_reason).lower()
+        shown = f"finish_reason {choice.finish_reason!r}"
+        if _WITHHELD.search(reason):
+            return "", SampleStop.REFUSED, shown
+        if _BROKEN.search(reason):
+            return Failure(f"the server did not finish the reply ({shown}); look into its log")
+        is_cut = _CUT.search(reason)
+        text = choice.text or ""
+        # A model may end its turn at once, but not in order to call.
+        at_once = choice.text == "" and not choice.thought and "call" not in reason
+        if not (text.strip() or choice.calls or at_once or is_cut):
+            held = "reasoning and no text" if choice.thought else "no text"
+            remedy = "serve the model with the parsers that were made for it, or with none"
+            return "", SampleStop.FAILED, f"the reply has {held} ({shown}); {remedy}"
+        if choice.thought:
+            # Its opening may belong to the request.
+            opening = "" if begun else PINNED
+            text = f"{opening}{choice.thought}\n</think>\n{text}"
+        for call in choice.calls:
+            written = json.dumps(call.get("function") if isinstance(call, dict) else call)
+            text += rewrite_calls(f"\n<tool_call>\n{written}\n</tool_call>", dialect.calls)
+        # Some servers also return text that the model wrote after the end of its turn.
+        response, ended, _ = text.partition(dialect.end)
+        if not ended and is_cut:
+            return response, SampleStop.LENGTH, ""
+        # A stop string is part of the response, but servers leave it out of the text.
+        if stops and not ended and any(call is None for _, call in find_calls(response)):
+            return response + stops[0], SampleStop.STOP_ID, ""
+        return response + dialect.end, SampleStop.STOP_ID, ""
+
+    def _sample(self, request: Request, result: _Completion | Failure) -> Sample:
+        if isinstance(result, Failure):
+            failed = SampleStop.REFUSED if result.status in REFUSALS else SampleStop.FAILED
+            result = "", SampleStop.DEADLINE if result.late else failed, result.text
+        text, stop, reason = result
         # A lone surrogate, half a character in JSON, becomes "?".
         ids = self._vocabulary.encode(text.encode(errors="replace").decode())
         # One more than the limit, because `_read` adds the end of the turn to the text.
@@ -215,37 +257,6 @@ class EndpointSampler:
             digest=digest(np.concatenate([request.ids, ids])),
             reason=reason,
         )
-
-
-def _read(choice: Choice, end: str) -> _Completion | Failure:
-    """Return the completion in a successful reply.
-
-    A failure says that the text is missing or incomplete, or that the server broke it off.
-
-    Args:
-        choice: The reply.
-        end: The mark of a turn's end.
-    """
-    reason = str(choice.finish_reason).lower()
-    shown = f"(finish_reason {choice.finish_reason!r})"
-    if reason == "content_filter":
-        return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
-    if reason in _BROKEN:
-        return Failure(f"the server did not finish the reply {shown}; look into the server's log")
-    text = choice.text or ""
-    # A model may end its turn at once ("").
-    may_be_empty = choice.text is not None and reason in ("stop", *_CUT)
-    if choice.parsed or not (text.strip() or may_be_empty):
-        return Failure(f"the reply's text is missing or incomplete {shown}; {_PARSER_REMEDY}")
-    # Some servers also return text that the model wrote after the end of its turn.
-    response, ended, _ = text.partition(end)
-    stop_string = choice.stop_reason
-    if not ended and reason in _CUT:
-        return response, SampleStop.LENGTH, ""
-    if ended or reason != "stop" or not isinstance(stop_string, str):
-        return response + end, SampleStop.STOP_ID, ""
-    # A stop string is part of the response, but some servers leave it out of the text.
-    return response.removesuffix(stop_string) + stop_string, SampleStop.STOP_ID, ""
 
 
 def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> list[dict[str, Any]]:
@@ -279,49 +290,9 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
         first, *rest = picture.split(text, len(frames)) if frames else [text]
         content = [{"type": "text", "text": first}]
         for text_after in rest:
-            url = _data_uri(images.image(frames.pop(0)))
+            url = images.address(frames.pop(0))
             content.append({"type": "image_url", "image_url": {"url": url}})
             content.append({"type": "text", "text": text_after})
         shown = [entry for entry in content if entry.get("text") != ""]
         chat.append({"role": role, "content": shown if rest else text})
     return chat
-
-
-def body(
-    chat: Sequence[Mapping[str, Any]],
-    sampling: Sampling,
-    seed: int,
-    model: str,
-    vocabulary: Vocabulary,
-) -> dict[str, Any]:
-    """Return the JSON of a chat completion request.
-
-    Args:
-        chat: Messages; the last one is the beginning of the response.
-        sampling: Temperature, limits and stop ids.
-        seed: Seed of the sample.
-        model: Name of the model at the endpoint.
-        vocabulary: Decodes the stop ids.
-    """
-    begun = bool(chat[-1]["content"])
-    content: dict[str, Any] = {
-        "model": model,
-        "messages": list(chat) if begun else list(chat[:-1]),
-        "temperature": sampling.temperature,
-        "max_tokens": sampling.max_new_tokens,
-        "seed": seed % 2**31,
-    }
-    # The fields below are extensions of vLLM and SGLang.
-    if begun:
-        content |= {"continue_final_message": True, "add_generation_prompt": False}
-    stops = [vocabulary.decode([id]) for id in sampling.stop_ids if id != vocabulary.eos]
-    if stops:
-        content |= {"stop": stops, "include_stop_str_in_output": True}
-    return content
-
-
-def _data_uri(image: UInt8[np.ndarray, "h w 3"]) -> str:
-    """Return a lossless picture, at the size at which the model sees the frame."""
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "PNG", compress_level=1)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from paravt_jax.data.stored import lock, require_same, write_atomically
@@ -135,7 +135,7 @@ def read_lines(folder: pathlib.Path) -> Iterator[Line]:
                 yield {name: value for name, value in line.items() if name not in _LONG_FIELDS}
 
 
-def latest(lines: Iterator[Line]) -> dict[str, Line]:
+def latest(lines: Iterable[Line]) -> dict[str, Line]:
     """Return the line of each question that counts, by question id.
 
     It is the last one. But a question that one process left out may have been played by another one

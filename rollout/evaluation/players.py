@@ -107,7 +107,7 @@ def load_player(
         sampler = EndpointSampler(
             settings.server(), settings.endpoint[1], setup.protocol.vocabulary, images
         )
-        stack.callback(sampler.close)
+        stack.callback(sampler.client.close)
         environment = Environment(setup.protocol, images)
     else:
         dtype = settings.dtype

@@ -11,6 +11,7 @@ import dataclasses
 import pathlib
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -23,7 +24,7 @@ from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.remote.judge import RemoteJudge
-from rollout.agent.endpoint import ServerWatch
+from rollout.agent.endpoint import EndpointSampler, ServerWatch
 from rollout.evaluation.benchmarks import BENCHMARKS, Item, Loaded, load, questions_hash
 from rollout.evaluation.files import VideoFolder
 from rollout.evaluation.folder import (
@@ -122,7 +123,7 @@ def _open(setup: Setup, identity: Line, stack: contextlib.ExitStack) -> Evaluati
 def _summarise(folder: EvaluationFolder, loaded: Loaded) -> Line:
     """Write summary.json."""
     config = read_json(folder.path / "config.json")
-    summary = summarise(config, read_lines(folder.path), len(loaded.items), loaded.broken)
+    summary = summarise(config, list(read_lines(folder.path)), len(loaded.items), loaded.broken)
     folder.write("summary.json", summary)
     return summary
 
@@ -204,7 +205,8 @@ def _play_split(
         reader = stack.enter_context(open_reader(setup, len(groups)))
         judge = None
         if judged := settings.rewards().judge:
-            judge = stack.enter_context(contextlib.closing(RemoteJudge(judged)))
+            judge = RemoteJudge(judged)
+            stack.callback(judge.client.close)
 
         def load_all() -> list[SplitPlayer]:
             players = []
@@ -214,6 +216,8 @@ def _play_split(
             return players
 
         players = hosts.on_all(load_all)
+        both = (players[0].sampler, judge)
+        servers = [each for each in both if isinstance(each, EndpointSampler | RemoteJudge)]
 
         def read_ahead(video: str) -> None:
             path = setup.videos.find(video)
@@ -232,7 +236,8 @@ def _play_split(
             scores: list[float] = []
             lines = stack.enter_context(contextlib.closing(play_all(players, groups, queue)))
             for done, line in enumerate(lines, 1):
-                folder.append(line)
+                reports = [server.client.report() for server in servers]
+                folder.append(line | {"servers": sum(reports, Counter())})
                 if "left_out" not in line:
                     scores.append(line["score"])
                 mean = {"score": 100 * statistics.fmean(scores)} if scores else {}

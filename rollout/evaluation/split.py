@@ -67,7 +67,7 @@ class SplitPlayer:
             judge: scores open-ended answers if `settings.judge` names one.
         """
         self.environment = environment
-        self._sampler = sampler
+        self.sampler = sampler
         self._settings = settings
         self._videos = videos
         self._setting = settings.episode_settings()
@@ -91,7 +91,7 @@ class SplitPlayer:
 
         last = time.monotonic()
         side_by_side = self._settings.episodes
-        for number, outcome in play_and_score(self._sampler, agents(), self._scoring, side_by_side):
+        for number, outcome in play_and_score(self.sampler, agents(), self._scoring, side_by_side):
             line = self._line(taken[number], outcome)
             now = time.monotonic()
             yield line | {"spent": round(now - last, 3)}

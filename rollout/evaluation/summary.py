@@ -7,6 +7,7 @@ out are counted and listed. The order of the lines does not matter.
 from __future__ import annotations
 
 import pathlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ OTHER_KINDS = {"grounding": "grounding", "open_ended": "open-ended"}
 
 
 def summarise(
-    config: Line, lines: Iterator[Line], questions: int, broken: Mapping[str, str]
+    config: Line, lines: Sequence[Line], questions: int, broken: Mapping[str, str]
 ) -> Line:
     """Compute the content of summary.json.
 
@@ -57,6 +58,8 @@ def summarise(
         **(_split_figures(played, benchmark) if played else {}),
         "left_out": left_out,
         "broken_records": dict(broken),
+        # Of all lines: replies count, also if their question was asked again.
+        "servers": sum((Counter(line.get("servers")) for line in lines), Counter()),
         "config": config,
     }
 

@@ -48,6 +48,6 @@ def folder(path, lines, **fields):
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config(**fields)))
     (path / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    summary = summarise(config(**fields), iter(lines), 6, {})
+    summary = summarise(config(**fields), lines, 6, {})
     (path / "summary.json").write_text(json.dumps(summary))
     return path

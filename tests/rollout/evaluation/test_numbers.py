@@ -26,7 +26,7 @@ def test_a_summary_has_the_figures_of_its_lines():
         line("b2", 0.5, "v3", read=None, compliant=False, stop="no_answer", tasks=[], spent=5.0),
     ]
     broken = {"7": "answer is missing"}
-    summary = summarise(config(), iter(lines), 9, broken)
+    summary = summarise(config(), lines, 9, broken)
     assert (summary["accuracy"], summary["n"], summary["questions"]) == (0.5, 3, 9)
     low, high = summary["interval"]
     assert 0 < low < 0.5 < high < 1
@@ -45,12 +45,12 @@ def test_a_summary_has_the_figures_of_its_lines():
     assert summary["broken_records"] == broken
     assert "miou" not in summary
     reordered = [*lines[5:], *lines[:5]]  # as other shards might have written them
-    assert summary == summarise(config(), iter(reordered), 9, broken)
+    assert summary == summarise(config(), reordered, 9, broken)
 
 
 def test_grounding_has_overlap_and_recall():
     lines = [line("a", 0.3), line("b", 0.69), line("c", 0.7), line("d", 0.1)]
-    summary = summarise(config("charades"), iter(lines), 4, {})
+    summary = summarise(config("charades"), lines, 4, {})
     assert summary["miou"] == pytest.approx(0.4475)
     assert "accuracy" not in summary
     assert (summary["r@0.3"], summary["r@0.5"], summary["r@0.7"]) == (0.75, 0.5, 0.25)
@@ -58,14 +58,14 @@ def test_grounding_has_overlap_and_recall():
 
 def test_kinds_are_not_averaged(tmp_path):
     lines = [line("a", 1.0), line("b", 0.5, kind="tvg", read=None), line("c", 0.1, kind="oe")]
-    mixed = summarise(config(), iter(lines), 3, {})
+    mixed = summarise(config(), lines, 3, {})
     assert (mixed["accuracy"], mixed["without_answer"]) == (1.0, 0)
     assert (mixed["grounding"]["score"], mixed["open_ended"]["score"]) == (0.5, 0.1)
     assert (mixed["by_task"]["t"]["score"], mixed["by_duration"]["short"]["n"]) == (1.0, 1)
     score, grounding, opened = list(report(mixed, tmp_path))[:3]
     assert score.endswith("on 1 of 3 questions")
     assert "grounding: 50.0" in grounding and "open-ended: 10.0" in opened
-    alone = summarise(config(), iter(lines[1:]), 2, {})
+    alone = summarise(config(), lines[1:], 2, {})
     assert alone["accuracy"] == 0.5
     assert "grounding" not in alone
 
