@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 from flax import nnx
 
 from models.config import ModelConfig
@@ -194,4 +195,4 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, prog="python -m examples.grpo_in_one_page")

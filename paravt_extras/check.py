@@ -17,39 +17,45 @@ from typing import Any
 
 import huggingface_hub
 import jax
-from flax import nnx
 from tqdm import tqdm
 
-from models.devices import host_memory, require_type
-from models.model import abstract_model
-from models.trained import split
+from models.devices import host_memory
 from models.weights.folder import local_folder, require_readable
-from paravt_extras.fit import GIB, fit, total_bytes
+from paravt_extras.fit import GIB, abstract_weights, fit, total_bytes
 from paravt_extras.slices import Devices, Topology, found_devices
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import is_address
 from paravt_jax.data.preparation import SET
 from paravt_jax.data.question_files import read_questions
-from paravt_jax.data.sources import is_hub_id
+from paravt_jax.data.sources import is_hub_id, list_files
 from paravt_jax.processes import hosts
-from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, USER_ERRORS, UserError
+from paravt_jax.processes.exit_codes import (
+    FAILED,
+    TEMPORARY,
+    USER_ERRORS,
+    UserError,
+    exit_code,
+)
+from train.data import hold_out
 from train.durable.checkpoint import KEEP
 from train.durable.run_folder import RunFolder
 from train.learn.optimizer import make_optimizer
 from train.model import config_of
 from train.settings import Run
 
-# Seconds for one request to the hub.
-_PATIENCE = 6.0
-
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is known about one item. With an error, the run would stop."""
+    """What is known about one item."""
 
     item: str
     text: str
-    is_error: bool = False
+    code: int = 0
+    """The code with which the run would end because of it; 0 if it would not."""
+
+    @property
+    def is_error(self) -> bool:
+        return self.code != 0
 
 
 class NotReadyError(UserError):
@@ -59,8 +65,12 @@ class NotReadyError(UserError):
         first = errors[0]
         more = f" (and {len(errors) - 1} more above)" if len(errors) > 1 else ""
         super().__init__(f"nothing was started: {first.item}: {first.text}{more}")
-        # Only a disk may get room by itself.
-        self.exit_code = TEMPORARY if {x.item for x in errors} == {"disk"} else FAILED
+        # What is temporary does not pass as long as something else is wrong.
+        self.exit_code = TEMPORARY if {x.code for x in errors} == {TEMPORARY} else FAILED
+
+
+class _NoRoomError(OSError):
+    exit_code = TEMPORARY
 
 
 Look = Callable[[], str]
@@ -109,8 +119,8 @@ def as_text(findings: Sequence[Finding]) -> str:
     """Return one paragraph per finding."""
     lines = []
     for finding in findings:
-        text = f"{finding.item:<14} {'error' if finding.is_error else 'ok':<6} {finding.text}"
-        lines += textwrap.wrap(text, 100, subsequent_indent=" " * 22, break_on_hyphens=False)
+        text = f"{finding.item:<18} {'error' if finding.is_error else 'ok':<6} {finding.text}"
+        lines += textwrap.wrap(text, 100, subsequent_indent=" " * 26, break_on_hyphens=False)
     return "\n".join(lines)
 
 
@@ -125,13 +135,13 @@ def _items(run: Run, settings: dict[str, Any], run_folder: RunFolder) -> dict[st
         "run directory": lambda: _run_directory(settings, run_folder),
     }
     if run.model.path:
-        items["weights"] = lambda: _weights(run)
+        items["--model.path"] = lambda: _weights(run)
     if run.data is not None and run.data.questions:
-        items["questions"] = lambda: _questions(run)
+        items["--data.questions"] = lambda: _questions(run)
     elif run.data is not None and not (pathlib.Path(run.data.folder) / SET).exists():
         annotations, media = run.data.annotations, run.data.media
-        items["annotations"] = lambda: _source("data.annotations", annotations)
-        items["media"] = lambda: _source("data.media", media)
+        items["--data.annotations"] = lambda: _source(annotations)
+        items["--data.media"] = lambda: _source(media)
     return items
 
 
@@ -142,7 +152,7 @@ def _look_at(items: Mapping[str, Look]) -> list[Finding]:
         try:
             findings.append(Finding(item, look()))
         except (*USER_ERRORS, RuntimeError) as error:
-            findings.append(Finding(item, " ".join(str(error).split()), is_error=True))
+            findings.append(Finding(item, " ".join(str(error).split()), exit_code(error)))
     return list(dict.fromkeys(itertools.chain(*hosts.gather(findings))))
 
 
@@ -152,8 +162,6 @@ def _devices(run: Run, devices: Devices) -> str:
     memory = "unknown memory" if devices.memory is None else f"{devices.memory / GIB:.2f} GiB each"
     needs = ", ".join(f"{phase} {need / GIB:.1f}" for phase, need in fitted.needs.items())
     estimate = f"; estimated GiB per device: {needs}" if needs else ""
-    if devices.platform == jax.default_backend():
-        require_type("model.dtype", run.model.dtype)
     return f"{devices.name}, {memory}: {fitted.describe()}{estimate}"
 
 
@@ -189,41 +197,32 @@ def _weights(run: Run) -> str:
 
 
 def _questions(run: Run) -> str:
-    """Require readable questions of your own; return how many of them lack their video."""
+    """Require readable questions of your own, with their videos."""
     assert run.data is not None
     run.require_no_demonstrations()
     questions = read_questions(run.data.questions, run.data.media)
     media = pathlib.Path(run.data.media)
-    missing = sum(not (media / question.video).exists() for question in questions)
-    without = f", {missing} without their video in {run.data.media}" if missing else ""
-    return f"{len(questions)} questions in {run.data.questions}{without}"
+    there = tuple(question for question in questions if (media / question.video).exists())
+    text = f"{len(there)} of {len(questions)} questions in {run.data.questions} have their video"
+    if len(there) < (1 - run.max_left_out) * len(questions) or not there:
+        raise FileNotFoundError(
+            f"{text} in {media}; give the folder of the videos: --data.media FOLDER; or allow a "
+            f"larger share of missing ones than {run.max_left_out:g} with --max-left-out"
+        )
+    hold_out(there, run.evaluation.questions)
+    return text
 
 
-def _source(field: str, source: str) -> str:
+def _source(source: str) -> str:
     """Require a source of published data that can be read."""
     if is_address(source) or pathlib.Path(source).expanduser().is_dir():
         return source
-    if is_hub_id(source):
-        return _on_the_hub(source, "dataset")
-    raise FileNotFoundError(
-        f"{field} = {source}: neither a folder nor a hub id (owner/name); give one of them, or "
-        "draw scenes with python -m paravt_extras.scenes"
-    )
+    return _on_the_hub(source, "dataset")
 
 
 def _on_the_hub(name: str, kind: str) -> str:
-    """Require that the hub has a repository."""
-    try:
-        info: Any = huggingface_hub.HfApi().repo_info(
-            name, repo_type=kind, files_metadata=True, timeout=_PATIENCE
-        )
-    # The hub's client raises errors of several libraries. Whatever it is, the run needs an answer.
-    except Exception as error:
-        raise FileNotFoundError(
-            f"{name}: not here, {type(error).__name__} from the hub; check the name, log in (hf "
-            "auth login), or copy its files here and name the folder"
-        ) from error
-    return f"{name}: {_size(sum(f.size or 0 for f in info.siblings))}, which the run downloads"
+    size = sum(list_files(name, kind).values())
+    return f"{name}: {_size(size)}, which the run downloads"
 
 
 def _disk(run: Run, run_folder: RunFolder) -> str:
@@ -237,8 +236,8 @@ def _disk(run: Run, run_folder: RunFolder) -> str:
     existing = next(x for x in (run_folder.folder, *run_folder.folder.parents) if x.exists())
     free = shutil.disk_usage(existing).free
     room = f"{existing}: {_size(free)} free; checkpoints and export take {_size(needed)}"
-    if free + there < needed and run.model.size != "tiny":
-        raise OSError(f"{room}; make room, or give --run-dir on another disk")
+    if free + there < needed:
+        raise _NoRoomError(f"{room}; make room, or give a --run-dir on another disk")
     return room
 
 
@@ -258,22 +257,17 @@ def _size(count: float) -> str:
 def state_bytes(run: Run) -> float:
     """Return the bytes of the largest checkpoint: trained weights, their moments, and the vision
     tower."""
-    if run.model.size == "tiny":
-        return 16e6
-    model = abstract_model(run.model.config(), param_dtype=run.param_dtype, lora=run.lora)
-    _, trained, _ = split(model, run.train_vision)
+    trained, _, tower = abstract_weights(run.model, run.lora, run.train_vision)
     optimizers = []
     if run.sft is not None:
         optimizers.append(make_optimizer(run.sft.optimizer))
     if run.rl is not None:
         optimizers.append(make_optimizer(run.rl.optimizer, run.model.dtype))
     moments = [jax.eval_shape(optimizer.init, trained) for optimizer in optimizers]
-    tower = nnx.state(model.vision) if run.lora is None else ()
-    return total_bytes((trained, tower)) + max(map(total_bytes, moments), default=0.0)
+    saved = (trained, tower if run.lora is None else ())
+    return total_bytes(saved) + max(map(total_bytes, moments), default=0.0)
 
 
 def model_bytes(run: Run) -> float:
     """Return the bytes of the exported model."""
-    if run.model.size == "tiny":
-        return 4e6
-    return total_bytes(nnx.state(abstract_model(run.model.config(), param_dtype=run.param_dtype)))
+    return total_bytes(abstract_weights(run.model, run.lora, run.train_vision))

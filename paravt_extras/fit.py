@@ -37,12 +37,14 @@ from jax.sharding import AbstractMesh
 from configs import RECIPES
 from models.attention import QUERY_CHUNK
 from models.devices import require_type, reserve_memory
+from models.family import REHEARSAL
 from models.layers import Remat
 from models.lora import LoRASettings
 from models.model import abstract_model
 from models.sharding import MESH_AXES, param_shardings
 from models.trained import TrainVision, cached_shape, split, split_vision
 from paravt_extras.slices import Devices, found_devices, known_slices
+from paravt_jax.processes.cluster import run_command
 from rollout.engine.programs import CHUNK
 from rollout.engine.settings import EngineSizes
 from rollout.engine.sizing import EngineSettings, round_up
@@ -112,10 +114,18 @@ def fit(run: Run, devices: Devices) -> Fitted:
         devices: The devices to use. A mesh that is set by hand may leave some of them idle.
 
     Raises:
-        ValueError: The mesh does not divide the devices or the model; the memory of the devices is
-            not known; or the run does not fit. The last message names the smallest slices on which
-            it would.
+        ValueError: The device is a CPU, and the model larger than a tiny one; the device does not
+            compute in the model's type; the mesh does not divide the devices or the model; the
+            memory of the devices is not known; or the run does not fit. The first and the last
+            message name the smallest slices on which it would.
     """
+    if devices.platform == "cpu" and run.model.size not in ("tiny", REHEARSAL):
+        raise ValueError(
+            f"devices = {devices.name}: {run.name} needs a GPU or a TPU, such as one of "
+            f"{smallest_slices(run)}"
+        )
+    if devices.platform == jax.default_backend():
+        require_type("model.dtype", run.model.dtype)
     open_fields = [name for name in OPEN_FIELDS if _value(run, name) in (0, "auto")]
     if not open_fields:
         require_dividing(run, devices)
@@ -129,11 +139,10 @@ def fit(run: Run, devices: Devices) -> Fitted:
     try:
         return choose(run, devices)
     except _TooLargeError as lack:
-        slices = ", ".join(smallest_slices(run)) or "none that is known"
         raise ValueError(
             f"devices = {devices.name}: too small for {lack}; "
             f"{USABLE * devices.memory / GIB:.1f} of {devices.memory / GIB:.1f} GiB are usable; "
-            f"the smallest slices for {run.name} with these settings: {slices}"
+            f"the smallest slices for {run.name} with these settings: {smallest_slices(run)}"
         ) from lack
 
 
@@ -224,16 +233,18 @@ def _engines(memory: _Memory) -> Iterator[EngineSettings]:
         yield dataclasses.replace(engine, cache_tokens=cache)
 
 
-def smallest_slices(run: Run) -> Iterator[str]:
-    """Yield, per generation of TPUs, the smallest slice that the run fits."""
+def smallest_slices(run: Run) -> str:
+    """Return the names of the smallest slices that the run fits, one per generation of TPUs."""
+    names = []
     for _, slices in itertools.groupby(known_slices(), lambda topology: topology.chip):
         for topology in slices:
             try:
                 choose(run, topology.available)
             except (_TooLargeError, ValueError):  # ValueError: the mesh does not divide the devices
                 continue
-            yield topology.name
+            names.append(topology.name)
             break
+    return ", ".join(names) or "none that is known"
 
 
 def _value(run: Run, name: str) -> Any:
@@ -271,10 +282,7 @@ def choose_mesh(run: Run, devices: Devices, most_tensor: int) -> MeshSettings:
         data = devices.slices
     left, rest = divmod(devices.count, data * max(fsdp, 1) * max(tensor, 1))
     if rest:
-        raise ValueError(
-            f"mesh: {data} x {fsdp} x {tensor} (data, fsdp, tensor; 0 is chosen) does not divide "
-            f"{devices.count} devices; give divisors"
-        )
+        raise mesh_error((data, fsdp, tensor), f"does not divide {devices.count} devices")
     if fsdp or tensor:
         return MeshSettings(data, fsdp or left, tensor or left)
     rows = 1
@@ -304,7 +312,7 @@ def require_dividing(run: Run, devices: Devices) -> None:
     """
     data, fsdp, tensor = run.mesh.sizes
     count, hosts, slices = devices.count, devices.hosts, devices.slices
-    trained, base, _ = _weights(run.model, run.lora, run.train_vision)
+    trained, base, _ = abstract_weights(run.model, run.lora, run.train_vision)
     taken, idle_allowed = data * fsdp * tensor, hosts == slices == 1
     reason = ""
     if taken > count or (taken < count and not idle_allowed):
@@ -321,20 +329,27 @@ def require_dividing(run: Run, devices: Devices) -> None:
         except ValueError as error:
             reason = str(error).partition(";")[0]
     if reason:
-        raise ValueError(
-            f"mesh: {data} x {fsdp} x {tensor} (data, fsdp, tensor): {reason}; let it be chosen: "
-            "--mesh.data 1 --mesh.fsdp 0 --mesh.tensor 0"
-        )
+        raise mesh_error(run.mesh.sizes, reason)
+
+
+def mesh_error(sizes: tuple[int, int, int], reason: str) -> ValueError:
+    """Return the error of a mesh that cannot be used."""
+    shown = " x ".join(map(str, sizes))
+    return ValueError(
+        f"mesh: {shown} (data, fsdp, tensor): {reason}; let it be chosen: "
+        "--mesh.data 1 --mesh.fsdp 0 --mesh.tensor 0"
+    )
 
 
 # --- memory ---
 
 
 @functools.cache
-def _weights(
+def abstract_weights(
     settings: ModelSettings, lora: LoRASettings | None, train_vision: TrainVision
 ) -> tuple[Any, Any, Any]:
-    """Return abstract arrays: the trained weights, the decoder's frozen ones, the vision tower."""
+    """Return the shapes of the trained weights, of the decoder's frozen ones and of the vision
+    tower."""
     param_dtype = jnp.float32 if lora is None else settings.dtype
     config = settings.config(_TINY_VOCABULARY)
     model = abstract_model(config, dtype=settings.dtype, param_dtype=param_dtype, lora=lora)
@@ -373,7 +388,7 @@ class _Memory:
         self.itemsize = jnp.dtype(run.model.dtype).itemsize
         self.usable = USABLE * devices.memory
         self.row_devices = run.mesh.data * run.mesh.fsdp
-        self.trained, base, tower = _weights(run.model, run.lora, run.train_vision)
+        self.trained, base, tower = abstract_weights(run.model, run.lora, run.train_vision)
         self.text, _ = split_vision(self.trained)
         text, vision = self.config.text, self.config.vision
         # The engine of a host, with keys and values of a token, sharded by head.
@@ -493,17 +508,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns 0 if the recipe fits the devices here, else 1."""
     run = parse(sys.argv[1:] if argv is None else argv, RECIPES, "python -m paravt_extras.fit")
     reserve_memory()
-    devices = found_devices()
-    try:
-        if devices.platform == "cpu" and run.model.size != "tiny":
-            slices = ", ".join(smallest_slices(run)) or "none that is known"
-            raise ValueError(f"{run.name} needs a GPU or a TPU, such as one of {slices}")
-        require_type("model.dtype", run.model.dtype)
+
+    def work() -> None:
+        devices = found_devices()
         print(f"{run.name} fits {devices.name}: {fit(run, devices).describe()}")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return run_command(work)
 
 
 if __name__ == "__main__":

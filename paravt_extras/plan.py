@@ -36,7 +36,7 @@ from models.model import VisionLanguageModel, abstract_model
 from models.sharding import BATCH, Lowering, MeshProgram, make_mesh, param_shardings, row_devices
 from models.trained import Skeleton, TrainedVision, cached_shape, split, split_vision
 from models.vision import encoding_weights, frame_layout
-from paravt_extras.fit import GIB, device_bytes, fit
+from paravt_extras.fit import GIB, device_bytes, fit, mesh_error
 from paravt_extras.slices import Chip, Topology
 from paravt_jax.method.grpo.loss import batch_totals
 from paravt_jax.world.vocabulary import world_vocabulary
@@ -369,10 +369,8 @@ def main(argv: list[str] | None = None) -> int:
         topology = Topology(options.topology)
         fitted = fit(run, topology.available)
         if math.prod(fitted.run.mesh.sizes) != topology.devices:
-            raise ValueError(
-                f"mesh: {fitted.run.mesh.sizes} (data, fsdp, tensor): the product must equal the "
-                f"{topology.devices} devices of {topology.name}; change --mesh"
-            )
+            reason = f"leaves some of the {topology.devices} devices of {topology.name} idle"
+            raise mesh_error(fitted.run.mesh.sizes, reason)
         every = programs(fitted.run, topology.make_devices(), topology.host.make_devices())
         only = tuple(options.only.split(","))
         chosen = [program for program in every if program.name.startswith(only)]

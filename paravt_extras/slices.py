@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import os
+import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -52,6 +54,13 @@ CHIPS = {
     "v6e": Chip(918e12, 1638e9, 1, 31.24 * 2**30, ("TPU v6 lite", "TPU v6e"), _FLAT),
 }
 HOST_CHIPS = 4
+# What a machine with an accelerator has: files in /dev, or a variable of containers. The extra that
+# installs what JAX needs has the name of the platform.
+_SIGNS = (
+    ("cuda", "nvidia[0-9]*", "NVIDIA_VISIBLE_DEVICES"),
+    ("tpu", "accel[0-9]*", "TPU_WORKER_ID"),
+    ("tpu", "vfio/[0-9]*", "TPU_ACCELERATOR_TYPE"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,11 +184,30 @@ def found_devices() -> Devices:
     """
     count = jax.device_count()
     own = jax.local_devices()[0]
-    name = f"{count} x {own.device_kind}"
+    unused = _unused_accelerator() if own.platform == "cpu" else ""
+    name = f"{count} x {own.device_kind}{unused}"
     known = [memory for memory in hosts.gather(device_memory(own)) if memory is not None]
     memory = min(known) if len(known) == jax.process_count() else None
     slices = len({slice_of(device) for device in jax.devices()})
     return Devices(name, count, jax.process_count(), memory, own.platform, slices)
+
+
+def _unused_accelerator() -> str:
+    """Return what to do about an accelerator of this machine that JAX did not find; empty if there
+    is no sign of one."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    for kind, pattern, variable in _SIGNS:
+        files = [str(file) for file in pathlib.Path("/dev").glob(pattern)]
+        if not files and os.environ.get(variable, "void") in ("void", "none", ""):
+            continue
+        remedy = (
+            f"pip install -e '.[{kind}]'; if that is installed, JAX_PLATFORMS={kind} python -c "
+            "'import jax; jax.devices()' says why"
+        )
+        if platforms == "cpu":
+            remedy = "unset JAX_PLATFORMS, which is cpu"
+        return f" (JAX did not find what {[*files, variable][0]} stands for: {remedy})"
+    return ""
 
 
 def device_memory(device: Any) -> float | None:

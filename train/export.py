@@ -31,6 +31,7 @@ from models.weights.hf_config import from_hf
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import any_path, require_folder_or_bucket
 from paravt_jax.data.buckets import appearing_at
+from paravt_jax.data.stored import naming_full_disk
 from paravt_jax.processes.cluster import run_command
 from train.durable.checkpoint import Checkpoints
 from train.durable.run_folder import read_config, small_files
@@ -65,7 +66,7 @@ def export(command: Export) -> None:
         ModuleNotFoundError: If the package for an address is missing.
     """
     require_folder_or_bucket("--run-dir", command.run_dir)
-    with appearing_at("--to", command.to) as target:
+    with naming_full_disk(command.to), appearing_at("--to", command.to) as target:
         with small_files(command.run_dir) as folder:
             checkpoints = _checkpoints(command, folder)
             step = _step(checkpoints, command)
@@ -99,7 +100,7 @@ def _step(checkpoints: Checkpoints, command: Export) -> int:
     latest, best = max(kept.values(), default=None), checkpoints.best()
     step = {**kept, "latest": latest, "best": best}.get(command.step)
     if step is None:
-        named = "" if best is None else f" (best: {best})"
+        named = " (none was evaluated, so none is best)" if best is None else f" (best: {best})"
         raise ValueError(
             f"--step {command.step}: no such checkpoint of {command.phase} in {command.run_dir}; "
             f"kept steps: {', '.join(kept) or 'none'}{named}"

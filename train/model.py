@@ -13,7 +13,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.config import ModelConfig
-from models.devices import require_type
 from models.features import tower_mesh
 from models.fingerprint import fingerprint
 from models.lora import add_adapters, cast
@@ -114,10 +113,8 @@ def require_model(run: Run) -> None:
 
     Raises:
         FileNotFoundError: If there are no weights.
-        ValueError: If the device does not have the type of the activations, or the files are
-            damaged or those of another model.
+        ValueError: If the files are damaged or those of another model.
     """
-    require_type("model.dtype", run.model.dtype)
     if run.model.path:
         config_of(run.model.path, run.model)
         require_readable(local_folder(run.model.path))

@@ -36,7 +36,7 @@ from paravt_jax.data.preparation import (
 )
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.data.sources import fetch, media_root
-from paravt_jax.data.stored import lock
+from paravt_jax.data.stored import lock, naming_full_disk
 from paravt_jax.method.conversations import Clip, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question
@@ -252,7 +252,7 @@ def prepare_set(
     if prepared is not None:
         return prepared
     folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder / ".lock"):
+    with lock(folder / ".lock"), naming_full_disk(folder):
         # Another process may have finished the set since the first look.
         prepared = open_prepared(folder, reading)
         if prepared is not None:

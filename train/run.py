@@ -32,7 +32,7 @@ from paravt_extras.check import as_text, check, require_ready
 from paravt_extras.fit import fit
 from paravt_extras.slices import found_devices
 from paravt_jax.data.frame_reader import FrameReader
-from paravt_jax.data.stored import as_json
+from paravt_jax.data.stored import as_json, naming_full_disk
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import Stopped
@@ -177,6 +177,7 @@ def _open_home(
 ) -> Home:
     """Lock the run until `stack` closes."""
     run_folder = _run_folder(run)
+    stack.enter_context(naming_full_disk(run_folder.folder))
     # One lock serves all processes of a run, so only the first one takes it.
     hosts.from_first(lambda: run_folder.claim(config, stack))
     run_folder.pull()

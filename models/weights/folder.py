@@ -66,11 +66,6 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
             f"{source}: no such folder; the run {folder.parent} writes it at its end: finish it, "
             "or export a checkpoint with python -m train.export"
         )
-    if not sources.is_hub_id(str(source)):
-        raise FileNotFoundError(
-            f"{source}: no such folder, and no hub id (owner/name); give the folder of a "
-            "supported model"
-        )
     return sources.snapshot(str(source), patterns)
 
 

@@ -19,7 +19,7 @@ AnyPath = pathlib.Path | epath.Path
 
 _SCHEME = "gs://"
 # gs://BUCKET/FOLDER
-_FOLDER = re.compile(r"gs://[a-z0-9][a-z0-9._-]+(/[^/\s]+)+/?")
+_FOLDER = re.compile(r"gs://[a-z0-9][a-z0-9._-]{2,}(/[^/\s]+)+/?")
 # One slash, because pathlib.Path collapses two. A single letter before the colon is a drive.
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -56,7 +56,10 @@ def require_folder_or_bucket(field: str, path: str) -> None:
     """Raise ValueError unless `path` is local, or a folder in a bucket."""
     if is_bucket(path):
         if not _FOLDER.fullmatch(path):
-            raise ValueError(f"{field}: {path}; give a folder in a bucket, as gs://BUCKET/FOLDER")
+            raise ValueError(
+                f"{field}: {path}; give gs://BUCKET/FOLDER; a bucket's name has 3 or more of a-z, "
+                "0-9, -, _ and ."
+            )
     elif _ADDRESS.match(path):
         raise ValueError(
             f"{field}: {path} is an address that runs cannot write to; give a local folder, one "

@@ -23,6 +23,8 @@ from paravt_jax.data.buckets import fetch_files
 from paravt_jax.data.foreign import shortened
 
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# Seconds for a request of a list of files.
+_PATIENCE = 10.0
 # Unauthorised, forbidden and not found: asking again would not help.
 _REFUSED = {401, 403, 404}
 # What the client raises where a download fails.
@@ -62,10 +64,6 @@ def fetch(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
     local = pathlib.Path(source).expanduser()
     if local.is_dir():
         return local
-    if not is_hub_id(source):
-        raise FileNotFoundError(
-            f"{source}: neither a folder nor a hub id (owner/name); give one of these"
-        )
     return snapshot(source, patterns, repo_type="dataset")
 
 
@@ -139,26 +137,37 @@ def snapshot(
         )
 
 
-def list_files(id: str, repo_type: str = "model") -> list[str]:
-    """Return the names of the files of a repository; raises like `snapshot`."""
+def list_files(id: str, repo_type: str = "model") -> dict[str, int]:
+    """Return the bytes of each file of a repository, by name; raises like `snapshot`."""
     with _named_failures(id, repo_type):
-        info: Any = huggingface_hub.HfApi().repo_info(id, repo_type=repo_type)
-    return [file.rfilename for file in info.siblings or ()]
+        info: Any = huggingface_hub.HfApi().repo_info(
+            id, repo_type=repo_type, files_metadata=True, timeout=_PATIENCE
+        )
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
 
 @contextlib.contextmanager
 def _named_failures(id: str, repo_type: str) -> Iterator[None]:
     """Turn what the client raises into an error that names the repository and the remedy."""
+    if not is_hub_id(id):
+        scenes = " (python -m paravt_extras.scenes draws one)" if repo_type == "dataset" else ""
+        raise FileNotFoundError(
+            f"{id}: neither a folder nor a hub id (owner/name); give one of these{scenes}"
+        )
     try:
         yield
     except _FAILURES as error:
         page = f"{constants.ENDPOINT}/{'datasets/' if repo_type == 'dataset' else ''}{id}"
         status = getattr(getattr(error, "response", None), "status_code", None)
         is_final = status in _REFUSED or constants.HF_HUB_OFFLINE
+        remedy = (
+            f"check the id and the network; if {page} is private or gated, accept its terms and "
+            "log in (hf auth login, or set HF_TOKEN)"
+        )
+        if constants.HF_HUB_OFFLINE:
+            remedy = "unset HF_HUB_OFFLINE"
         # Not from the client's error, whose type would decide the exit code of a command.
         raise (FileNotFoundError if is_final else ConnectionError)(
             f"{id}: no such folder, and the download from the hub failed ({type(error).__name__}: "
-            f"{shortened(error, 300)}); check the id, the network and HF_HUB_OFFLINE; if {page} is "
-            "private or gated, accept its terms and log in (hf auth login, or set HF_TOKEN); or "
-            "download it elsewhere and give its folder"
+            f"{shortened(error, 300)}); {remedy}; or download it elsewhere and give its folder"
         ) from None

@@ -24,6 +24,7 @@ bits, and misses one in 2^32 of all other damages. It is no protection against f
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import json
@@ -76,6 +77,19 @@ def appearing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def naming_full_disk(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the folder if a disk is full while the block writes to it. Many errors leave it out."""
+    try:
+        yield
+    # RuntimeError: array_record's.
+    except (OSError, RuntimeError) as error:
+        full = os.strerror(errno.ENOSPC)
+        if full not in str(error) or getattr(error, "filename", None):
+            raise
+        raise OSError(errno.ENOSPC, full, os.fspath(folder)) from error
 
 
 # --- JSON ---

@@ -60,7 +60,7 @@ class RewardSettings:
     """The language model that scores open-ended answers; None: by word F1."""
 
     def __post_init__(self):
-        section = "RewardSettings"
+        section = "rl.rewards"
         require_at_least(section, self, 0, "format_weight", "tool_weight", "gamma")
         require_share(section, self, "tool_turn_cost")
 

@@ -586,7 +586,7 @@ def test_a_row_of_an_invalid_rollout_counts_like_one_without_generated_tokens():
 
 
 def test_contradicting_settings_are_refused():
-    with pytest.raises(ValueError, match="GRPOSettings.anchor: 'credit'"):
+    with pytest.raises(ValueError, match="rl.grpo.anchor: 'credit'"):
         GRPOSettings(ratio="sequence", anchor="credit")
 
 

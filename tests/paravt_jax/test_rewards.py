@@ -150,7 +150,7 @@ def test_the_published_order_term_pays_only_episodes_that_call():
 
 @pytest.mark.parametrize("cost", [-0.1, 1.1, float("nan")])
 def test_the_cost_of_a_tool_turn_is_a_share(cost):
-    with pytest.raises(ValueError, match=f"RewardSettings.tool_turn_cost: {cost}"):
+    with pytest.raises(ValueError, match=f"rl.rewards.tool_turn_cost: {cost}"):
         RewardSettings(tool_turn_cost=cost)
 
 
@@ -158,7 +158,7 @@ def test_the_cost_of_a_tool_turn_is_a_share(cost):
     ("name", "value"), [("format_weight", -0.1), ("tool_weight", float("nan")), ("gamma", -0.1)]
 )
 def test_weights_are_checked(name, value):
-    with pytest.raises(ValueError, match=f"RewardSettings.{name}"):
+    with pytest.raises(ValueError, match=f"rl.rewards.{name}"):
         dataclasses.replace(SETTINGS, **{name: value})
 
 

@@ -64,19 +64,19 @@ def test_too_small_a_slice_is_an_error_and_a_large_one_names_the_sizes(tmp_path)
 
 def test_weights_are_complete_and_of_the_recipes_size(tiny_model, tmp_path):
     right = change(paravt_tiny(), "right", {"model.path": str(tiny_model), "align": None})
-    assert checked(right, tmp_path)["weights"].is_error is False
-    wrong = checked(large(model__path=str(tiny_model)), tmp_path)["weights"]
+    assert checked(right, tmp_path)["--model.path"].is_error is False
+    wrong = checked(large(model__path=str(tiny_model)), tmp_path)["--model.path"]
     assert wrong.is_error and "model.size 8b" in wrong.text
     copy = tmp_path / "copy"
     shutil.copytree(tiny_model, copy)
     cut_off = sorted(copy.glob("*.safetensors"))[0]
     cut_off.write_bytes(cut_off.read_bytes()[:-1])
     damaged = change(paravt_tiny(), "damaged", {"model.path": str(copy), "align": None})
-    assert checked(damaged, tmp_path)["weights"].is_error
+    assert checked(damaged, tmp_path)["--model.path"].is_error
     (copy / "tokenizer.json").unlink()
     shutil.copy(tiny_model / cut_off.name, cut_off)
-    assert "no tokenizer.json" in checked(damaged, tmp_path)["weights"].text
-    nowhere = checked(large(model__path="/nowhere"), tmp_path)["weights"]
+    assert "no tokenizer.json" in checked(damaged, tmp_path)["--model.path"].text
+    nowhere = checked(large(model__path="/nowhere"), tmp_path)["--model.path"]
     assert nowhere.is_error and "/nowhere: no such folder" in nowhere.text
 
 
@@ -93,17 +93,17 @@ def listed(monkeypatch, files: dict[str, int]) -> None:
 def test_what_the_hub_does_not_have_is_an_error(tmp_path, monkeypatch):
     run = large(data__folder=str(tmp_path / "set"))
     # Tests are offline.
-    for item in ("weights", "annotations", "media"):
+    for item in ("--model.path", "--data.annotations", "--data.media"):
         assert checked(run, tmp_path)[item].is_error
     listed(monkeypatch, {"model.safetensors": 10**9, "config.json": 1, "a.parquet": 10**9})
-    for item in ("weights", "annotations", "media"):
+    for item in ("--model.path", "--data.annotations", "--data.media"):
         finding = checked(run, tmp_path)[item]
         assert not finding.is_error and "2.00GB" in finding.text
 
 
 def test_sources_that_do_not_exist_are_errors(tmp_path):
     run = large(data__folder=str(tmp_path / "set"), data__annotations="/nowhere")
-    assert "neither a folder nor a hub id" in checked(run, tmp_path)["annotations"].text
+    assert "neither a folder nor a hub id" in checked(run, tmp_path)["--data.annotations"].text
 
 
 def test_a_full_disk_may_pass_by_itself_and_nothing_else(tmp_path, monkeypatch):
@@ -112,7 +112,7 @@ def test_a_full_disk_may_pass_by_itself_and_nothing_else(tmp_path, monkeypatch):
     finding = checked(paravt_8b(), tmp_path, topology="")["disk"]
     assert finding.is_error and "1.00GB free" in finding.text
     assert NotReadyError([finding]).exit_code == TEMPORARY
-    other = Finding("weights", "none", is_error=True)
+    other = Finding("--model.path", "none", FAILED)
     assert NotReadyError([finding, other]).exit_code == FAILED
 
 
@@ -130,7 +130,7 @@ def test_the_folder_is_new_or_of_this_run(tmp_path):
 def test_a_run_that_would_stop_prints_why_and_makes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert train.run.main(["--config=paravt_8b", "--check", f"--topology={SLICE}"]) == 1
-    assert "weights        error " in capsys.readouterr().out
+    assert "--model.path       error " in capsys.readouterr().out
     assert train.run.main(["--config=paravt_8b"]) == 1
     assert "error: nothing was started: " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

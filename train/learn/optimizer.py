@@ -39,7 +39,7 @@ class OptimizerSettings:
     """Decoupled weight decay."""
 
     def __post_init__(self):
-        section = "OptimizerSettings"
+        section = "optimizer"
         require_choices(section, self)
         require_above(section, self, 0, "learning_rate")
         require_at_least(section, self, 0, "weight_decay")

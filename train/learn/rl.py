@@ -156,7 +156,7 @@ class Learner:
             ValueError: No question has a readable video.
         """
         version = step if self.settings.max_staleness else None
-        return self._put(lay_out(rollouts, environment, self.room, version))
+        return self._put(lay_out(rollouts, environment, self.room, version, step))
 
     def score(self, batch: StepBatch) -> ScoredBatch:
         """Return the batch with the log-probs of the reference, and advantages."""

@@ -84,6 +84,7 @@ def lay_out(
     environment: Environment,
     room: StepRoom,
     version: int | None = None,
+    step: int = 0,
 ) -> LaidOut:
     """Lay out a step.
 
@@ -93,6 +94,7 @@ def lay_out(
             of each token, from which struct(o) is parsed.
         room: Upper bounds on the step, and the sizes of its micro-batches.
         version: Version of the weights that are updated; None: they drew all tokens.
+        step: Its number, from 0, for messages.
 
     Raises:
         ValueError: No question has a readable video, there are more groups than `shape` has, a
@@ -104,7 +106,10 @@ def lay_out(
     processes = hosts.process_count()
     count = len(rollouts.groups)
     if not count:
-        raise ValueError("rl: no question of the step has a readable video; check the data root")
+        raise ValueError(
+            f"rl: no question of step {step + 1} has a readable video; mend those in "
+            f"{features.root}"
+        )
     if count > shape.groups:
         raise ValueError(f"batch.groups: {count} of at most {shape.groups}; raise rl.prompts")
     trajectories = [
@@ -116,7 +121,7 @@ def lay_out(
     vectors, grids = _encode(frames, providers, features)
     unreadable = [number for number in range(count) if number not in grids]
     if unreadable:
-        return lay_out(rollouts.without(unreadable), environment, room, version)
+        return lay_out(rollouts.without(unreadable), environment, room, version, step)
     own_slots = shape.room(processes, devices).slots * (devices // processes)
     slots = _slots(providers, grids, features, own_slots)
     none = np.zeros((0, *features.vector), features.dtype)

@@ -94,10 +94,10 @@ class GRPOSettings:
     def __post_init__(self):
         if self.group_size < 2:
             raise ValueError(
-                f"GRPOSettings.group_size: {self.group_size} is too small to compare rollouts; "
+                f"rl.grpo.group_size: {self.group_size} is too small to compare rollouts; "
                 "give at least 2"
             )
-        section = "GRPOSettings"
+        section = "rl.grpo"
         positive = ("reward_scaling", "reward_clip", "behaviour_cap", "upper_clip")
         require_above(section, self, 0, *positive)
         require_above(section, self, 1, "dual_clip")
@@ -105,14 +105,14 @@ class GRPOSettings:
         require_share(section, self, "min_signal")
         require_choices(section, self)
         if not 0 < self.clip < 1:
-            raise ValueError(f"GRPOSettings.clip: {self.clip}; give a number between 0 and 1")
+            raise ValueError(f"rl.grpo.clip: {self.clip}; give a number between 0 and 1")
         if not math.isfinite(self.reward_bias):
             raise ValueError(
-                f"GRPOSettings.reward_bias: {self.reward_bias}; give a finite number, such as 0.2"
+                f"rl.grpo.reward_bias: {self.reward_bias}; give a finite number, such as 0.2"
             )
         if self.ratio == "sequence" and self.anchor == "credit":
             raise ValueError(
-                "GRPOSettings.anchor: 'credit' with ratio 'sequence', which would average the "
+                "rl.grpo.anchor: 'credit' with ratio 'sequence', which would average the "
                 "credit of single tokens over the whole rollout; "
                 "choose another anchor, or ratio 'token'"
             )
