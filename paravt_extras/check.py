@@ -204,10 +204,12 @@ def _questions(run: Run) -> str:
     media = pathlib.Path(run.data.media)
     there = tuple(question for question in questions if (media / question.video).exists())
     text = f"{len(there)} of {len(questions)} questions in {run.data.questions} have their video"
-    if len(there) < (1 - run.max_left_out) * len(questions) or not there:
+    if not there:
+        raise FileNotFoundError(f"{text} in {media}; give their folder: --data.media FOLDER")
+    if len(questions) - len(there) > run.max_left_out * len(questions):
         raise FileNotFoundError(
-            f"{text} in {media}; give the folder of the videos: --data.media FOLDER; or allow a "
-            f"larger share of missing ones than {run.max_left_out:g} with --max-left-out"
+            f"{text} in {media}; give the folder of all: --data.media FOLDER; or allow a larger "
+            f"share without than {run.max_left_out:g}: --max-left-out"
         )
     hold_out(there, run.evaluation.questions)
     return text

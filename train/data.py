@@ -85,7 +85,8 @@ def hold_out(
     if questions and not training:
         raise ValueError(
             f"evaluation.questions: {count} of {len(questions)} questions on videos that can be "
-            "read, which leaves none to train on; hold out fewer, or mend the others"
+            "read, which leaves none to train on; hold out fewer (--evaluation.questions 0: none), "
+            "or mend the others"
         )
     return training, tuple(heldout)
 

@@ -252,7 +252,7 @@ class Run:
         """
         if self.sft is not None:
             raise ValueError(
-                f"sft: {type(self.sft).__name__}; your own questions come without demonstrations: "
+                f"sft.steps: {self.sft.steps}; your own questions come without demonstrations: "
                 "give weights that had the cold start: --sft.steps 0 --model.path FOLDER"
             )
 

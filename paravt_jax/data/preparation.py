@@ -174,7 +174,8 @@ def open_prepared(folder: pathlib.Path, reading: ExampleReading) -> Prepared | N
         f"{folder} holds a set prepared with other settings",
         settings,
         _settings(reading),
-        "Name another folder, delete this one, or use its settings.",
+        f"Delete {folder}, name another --data.folder (--run-dir for your own questions), or use "
+        "its settings.",
     )
     # Somebody may have deleted damaged records, as their error asks.
     if not datasets.is_prepared(folder / _RECORDS):

@@ -10,6 +10,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+from flax import nnx
+
+from models.model import VisionLanguageModel
+from models.qwen3_vl.sizes import tiny
+from models.weights.hf import save
+from paravt_jax.data import tokenizer_file
 
 if TYPE_CHECKING:
     from benchmarks.bucket_server import BucketServer
@@ -36,6 +42,17 @@ def small() -> ModuleType:
 def road(small, tmp_path_factory):
     """A `small.Road` in a folder of its own."""
     return small.build_road(tmp_path_factory.mktemp("road"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(small_vocabulary, tmp_path_factory) -> pathlib.Path:
+    """A folder of tiny weights with their tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer_file.save(small_vocabulary, folder / "tokenizer")
+    model = nnx.jit(lambda: VisionLanguageModel(tiny(small_vocabulary.size), rngs=nnx.Rngs(0)))()
+    files = sorted((folder / "tokenizer").iterdir())
+    save(model, folder / "model", files=files, max_shard_bytes=10**6)
+    return folder / "model"
 
 
 @pytest.fixture(scope="session")

@@ -4,40 +4,22 @@ from __future__ import annotations
 
 import pathlib
 import re
-import shutil
 import types
 
 import huggingface_hub
 import jax.numpy as jnp
-import pytest
-from flax import nnx
 
 import paravt_extras.check as command
 import train.run
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
-from models.model import VisionLanguageModel
-from models.qwen3_vl.sizes import tiny
-from models.weights.hf import save
 from paravt_extras.check import Finding, NotReadyError, check, require_ready
-from paravt_jax.data import tokenizer_file
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY
 from train.durable.run_folder import MAY_CHANGE, RunFolder, claim_folder
 from train.run import resolved
 from train.settings import Run, change
 
 SLICE = "v5e:4x4"
-
-
-@pytest.fixture(scope="module")
-def tiny_model(small_vocabulary, tmp_path_factory) -> pathlib.Path:
-    """A folder of tiny weights with their tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer_file.save(small_vocabulary, folder / "tokenizer")
-    model = nnx.jit(lambda: VisionLanguageModel(tiny(small_vocabulary.size), rngs=nnx.Rngs(0)))()
-    files = sorted((folder / "tokenizer").iterdir())
-    save(model, folder / "model", files=files, max_shard_bytes=10**6)
-    return folder / "model"
 
 
 def checked(run: Run, folder: pathlib.Path, topology: str = SLICE) -> dict[str, Finding]:
@@ -62,22 +44,11 @@ def test_too_small_a_slice_is_an_error_and_a_large_one_names_the_sizes(tmp_path)
     assert not finding.is_error and "mesh 1 x 16 x 1" in finding.text
 
 
-def test_weights_are_complete_and_of_the_recipes_size(tiny_model, tmp_path):
+def test_weights_are_of_the_recipes_size(tiny_model, tmp_path):
     right = change(paravt_tiny(), "right", {"model.path": str(tiny_model), "align": None})
-    assert checked(right, tmp_path)["--model.path"].is_error is False
+    assert not checked(right, tmp_path)["--model.path"].is_error
     wrong = checked(large(model__path=str(tiny_model)), tmp_path)["--model.path"]
     assert wrong.is_error and "model.size 8b" in wrong.text
-    copy = tmp_path / "copy"
-    shutil.copytree(tiny_model, copy)
-    cut_off = sorted(copy.glob("*.safetensors"))[0]
-    cut_off.write_bytes(cut_off.read_bytes()[:-1])
-    damaged = change(paravt_tiny(), "damaged", {"model.path": str(copy), "align": None})
-    assert checked(damaged, tmp_path)["--model.path"].is_error
-    (copy / "tokenizer.json").unlink()
-    shutil.copy(tiny_model / cut_off.name, cut_off)
-    assert "no tokenizer.json" in checked(damaged, tmp_path)["--model.path"].text
-    nowhere = checked(large(model__path="/nowhere"), tmp_path)["--model.path"]
-    assert nowhere.is_error and "/nowhere: no such folder" in nowhere.text
 
 
 def listed(monkeypatch, files: dict[str, int]) -> None:
@@ -101,11 +72,6 @@ def test_what_the_hub_does_not_have_is_an_error(tmp_path, monkeypatch):
         assert not finding.is_error and "2.00GB" in finding.text
 
 
-def test_sources_that_do_not_exist_are_errors(tmp_path):
-    run = large(data__folder=str(tmp_path / "set"), data__annotations="/nowhere")
-    assert "neither a folder nor a hub id" in checked(run, tmp_path)["--data.annotations"].text
-
-
 def test_a_full_disk_may_pass_by_itself_and_nothing_else(tmp_path, monkeypatch):
     usage = types.SimpleNamespace(free=10**9, total=0, used=0)
     monkeypatch.setattr(command.shutil, "disk_usage", lambda path: usage)
@@ -123,8 +89,6 @@ def test_the_folder_is_new_or_of_this_run(tmp_path):
         pass
     (tmp_path / "run" / "metrics.jsonl").touch()
     assert checked(run, tmp_path)["run directory"].text.endswith(": continues")
-    other = change(run, "paravt_tiny", {"rl.steps": 1})
-    assert checked(other, tmp_path)["run directory"].is_error
 
 
 def test_a_run_that_would_stop_prints_why_and_makes_nothing(tmp_path, monkeypatch, capsys):
