@@ -124,7 +124,7 @@ def fit(run: Run, devices: Devices) -> Fitted:
             f"devices = {devices.name}: {run.name} needs a GPU or a TPU, such as one of "
             f"{smallest_slices(run)}"
         )
-    if devices.platform == jax.default_backend():
+    if devices.platform == jax.local_devices()[0].platform:
         require_type("model.dtype", run.model.dtype)
     open_fields = [name for name in OPEN_FIELDS if _value(run, name) in (0, "auto")]
     if not open_fields:

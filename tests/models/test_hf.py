@@ -305,7 +305,7 @@ def test_an_unknown_folder_or_id_is_named():
     # The tests are offline.
     with pytest.raises(FileNotFoundError, match="Qwen/no-such-model: .*hub.*give its folder"):
         hf.load("Qwen/no-such-model")
-    with pytest.raises(FileNotFoundError, match="/no/such/folder: .*no hub id"):
+    with pytest.raises(FileNotFoundError, match="/no/such/folder: .*nor a hub id"):
         hf.load("/no/such/folder")
 
 

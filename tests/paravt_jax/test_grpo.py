@@ -603,5 +603,5 @@ def test_contradicting_settings_are_refused():
     ],
 )
 def test_settings_out_of_range_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"GRPOSettings.{name}: "):
+    with pytest.raises(ValueError, match=f"rl.grpo.{name}: "):
         GRPOSettings(**{name: value})

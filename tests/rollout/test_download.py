@@ -132,10 +132,10 @@ def fetched(monkeypatch, data_sets) -> list[str]:
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
 
-    def info(api, id, repo_type):
+    def info(api, id, repo_type, **options):
         files = (file for file in folders[id].rglob("*") if file.is_file())
         names = (file.relative_to(folders[id]).as_posix() for file in files)
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=1) for name in names])
 
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", info)
     return names

@@ -118,7 +118,7 @@ def test_too_small_a_slice_is_one_line_with_those_that_would_do():
     named = str(refusal.value).rpartition(": ")[2].split(", ")
     assert named and all(name.startswith("v5p:") for name in named)
     with pytest.raises(ValueError, match="reports no memory.*--mesh.fsdp"):
-        fit(RUN, Devices("16 x NPU 3000", 16, 1, None))
+        fit(RUN, Devices("16 x NPU 3000", 16, 1, None, "npu"))
 
 
 @pytest.mark.parametrize("name", ["paravt_8b", "paravt_2b_lora", "paravt_8b_lora"])
@@ -157,8 +157,12 @@ def test_a_gpu_decodes_on_copies_with_as_many_slots_as_fit():
 
 def test_the_command_says_whether_a_recipe_fits_the_devices_here(monkeypatch, capsys):
     assert command.main(["--config=paravt_tiny"]) == 0
-    assert command.main(["--config=paravt_2b_lora"]) == 1
-    assert "needs a GPU or a TPU, such as one of v4:2x2x1, v5e:1x1" in capsys.readouterr().err
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
+    for platforms, remedy in (("cpu", "unset JAX_PLATFORMS"), ("", "pip install -e '.[cuda]'")):
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+        assert command.main(["--config=paravt_2b_lora"]) == 1
+        message = capsys.readouterr().err
+        assert remedy in message and "such as one of v4:2x2x1, v5e:1x1" in message
     monkeypatch.setattr(command, "found_devices", lambda: Devices("T4", 1, 1, 13 * GIB, "gpu"))
     fields = {"platform": "gpu", "device_kind": "T4", "compute_capability": "7.5"}
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(**fields)])

@@ -108,5 +108,5 @@ def test_muons_update_of_a_matrix_is_orthogonal_layer_by_layer():
 )
 @pytest.mark.usefixtures("unchecked")
 def test_invalid_settings_are_refused(field, value):
-    with pytest.raises(ValueError, match=rf"OptimizerSettings\.{field}: "):
+    with pytest.raises(ValueError, match=rf"optimizer\.{field}: "):
         OptimizerSettings(**{field: value})

@@ -13,6 +13,7 @@ import shutil
 import sys
 import tomllib
 import types
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ FLAG = r"(?<![\w-])--[a-z][\w.-]*\w"
 OTHERS = {"--abbrev", "--always", "--dirty", "--exclude", "--max-model-len", "--encode"}
 
 
-def start(*words: str) -> tuple[int, str]:
+def start(*words: str) -> tuple[Any, str]:
     """Run a command as a module; return its code, and what it prints on one line."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
