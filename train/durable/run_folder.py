@@ -240,7 +240,10 @@ def read_config(folder: AnyPath, flag: str) -> dict[str, Any]:
         RunFolderError: The run has another format. The message is one line.
     """
     file = folder / _CONFIG
-    remedy = "delete it and start the run's command, which restores it"
+    remedy = (
+        "delete it and start the run's command, which restores it from a checkpoint; without one, "
+        f"give another {flag}"
+    )
     config = parse_checked_json(file.read_bytes(), str(file), dict[str, Any], remedy)
     number = config.pop("format", 1)
     if number != FORMAT:
