@@ -53,10 +53,6 @@ class Finding:
     code: int = 0
     """The code with which the run would end because of it; 0 if it would not."""
 
-    @property
-    def is_error(self) -> bool:
-        return self.code != 0
-
 
 class NotReadyError(UserError):
     """A run cannot start."""
@@ -74,7 +70,6 @@ class _NoRoomError(OSError):
 
 
 Look = Callable[[], str]
-"""Returns what is known about an item. Raises an error if the run would stop."""
 
 
 def check(
@@ -106,9 +101,7 @@ def require_ready(run: Run, settings: dict[str, Any], run_folder: RunFolder) -> 
     Raises:
         NotReadyError: Something is missing; its message is the first error.
     """
-    errors = [
-        finding for finding in _look_at(_items(run, settings, run_folder)) if finding.is_error
-    ]
+    errors = [finding for finding in _look_at(_items(run, settings, run_folder)) if finding.code]
     if errors:
         if len(errors) > 1 and hosts.is_first():
             print(as_text(errors), file=sys.stderr)
@@ -119,7 +112,7 @@ def as_text(findings: Sequence[Finding]) -> str:
     """Return one paragraph per finding."""
     lines = []
     for finding in findings:
-        text = f"{finding.item:<18} {'error' if finding.is_error else 'ok':<6} {finding.text}"
+        text = f"{finding.item:<18} {'error' if finding.code else 'ok':<6} {finding.text}"
         lines += textwrap.wrap(text, 100, subsequent_indent=" " * 26, break_on_hyphens=False)
     return "\n".join(lines)
 
@@ -128,7 +121,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def _items(run: Run, settings: dict[str, Any], run_folder: RunFolder) -> dict[str, Look]:
-    """Return what to look at besides the devices."""
+    """Return what to look at besides the devices, by name. A look raises if the run would stop."""
     items = {
         "host memory": lambda: _host_memory(run),
         "disk": lambda: _disk(run, run_folder),

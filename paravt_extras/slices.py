@@ -21,8 +21,6 @@ from models.devices import reported_memory
 from models.sharding import slice_of
 from paravt_jax.processes import hosts
 
-INSTALL = "pip install -e '.[tpu]'"
-
 
 class Chip(NamedTuple):
     """Peak rates of one chip, and how JAX sees it."""
@@ -159,7 +157,7 @@ class Topology:
             ImportError: libtpu is not installed.
         """
         if importlib.util.find_spec("libtpu") is None:
-            raise ImportError(f"libtpu, the TPU's compiler, is not installed: {INSTALL}")
+            raise ImportError("libtpu, the TPU's compiler: install it with pip install -e '.[tpu]'")
         from jax.experimental import topologies
 
         # By default a host has 2 x 2 chips.

@@ -242,7 +242,7 @@ def _show(run: Run, topology: str) -> int:
     findings = check(run, resolved(run), _run_folder(run), topology)
     if hosts.is_first():
         print(as_text(findings))
-    return int(any(finding.is_error for finding in findings))
+    return int(any(finding.code for finding in findings))
 
 
 def train(run: Run, prepared: Callable[[Run], Run] = lambda run: run) -> int:

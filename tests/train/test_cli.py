@@ -78,20 +78,6 @@ def test_overrides_reach_nested_fields_and_leave_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (("--config=tiny_recipee",), "invalid choice: 'tiny_recipee' (choose from"),
-        (("--rl.group-size", "4"), "name a recipe, one of tiny_recipe, large_recipe"),
-        (("--config",), "--config: expected one argument"),
-    ],
-)
-def test_a_recipe_that_is_missing_or_unknown_is_refused_with_the_list(
-    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], part: str
-) -> None:
-    assert part in refused(capsys, *argv)
-
-
-@pytest.mark.parametrize(
     ("argv", "parts"),
     [
         (("--rl.grop-size", "4"), ("--rl.grop-size", "Perhaps you meant", "--rl.group-size INT")),

@@ -72,8 +72,3 @@ def test_a_limit_that_is_too_small_for_the_worlds_questions_is_refused_before_re
     with pytest.raises(ValueError, match=r"^protocol\.text_tokens: 25;"):
         prepare(dataclasses.replace(road.run, protocol=protocol), tmp_path)
     assert not list(tmp_path.rglob("*.mp4"))
-
-
-def test_a_recipe_without_data_is_refused(road, tmp_path):
-    with pytest.raises(ValueError, match="needs data or the small world"):
-        prepare(dataclasses.replace(road.run, world=None, text=None), tmp_path)

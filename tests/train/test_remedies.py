@@ -143,9 +143,10 @@ def test_a_remedy_that_a_start_prints_is_enough(case, home):
     settings, damage, values = CASES[case]
     if damage is not None:
         damage(home)
+    files = sorted(home.rglob("*"))
     code, printed = start("train.run", *(f"{flag}={value}" for flag, value in settings.items()))
     message = printed.partition("error: ")[2]
-    assert code and message
+    assert code and message and sorted(home.rglob("*")) == files
     # Where the rest names no flag, it is about the value of the one that the message begins with.
     remedies = TYPED.findall(message.partition("; ")[2]) or TYPED.findall(message)
     assert remedies, message

@@ -87,21 +87,6 @@ def test_the_mesh_and_what_is_kept_on_disk_may_change_on_resume(
     assert json.loads((tmp_path / "config.json").read_text())["mesh"] == {"fsdp": 8}
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(RunFolderError, match=r"thesis\.tex"):
-        claim(tmp_path, CONFIG)
-    assert not (tmp_path / "config.json").exists()
-
-
-@pytest.mark.parametrize("below", ["", "/a/b"])
-def test_a_folder_in_which_nothing_can_be_written_is_refused(tmp_path: pathlib.Path, below: str):
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(OSError, match=f"{file}"):
-        claim(f"{file}{below}", CONFIG)
-
-
 def test_every_flipped_bit_of_a_configuration_is_named(tmp_path: pathlib.Path) -> None:
     """A changed digit is no other configuration, and another format is no other version."""
     claim(tmp_path, CONFIG)
