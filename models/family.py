@@ -57,8 +57,6 @@ class Family:
     """From a vocabulary size to a model for laptops."""
     tensor_layouts: Callable[[Any], dict[str, Any]]
     """Path of each parameter -> the `TensorLayout` of its tensor, in the order of new files."""
-    modules: Mapping[str, str]
-    """Prefix of tensors' names -> prefix of their modules in transformers 5; empty if all agree."""
     dialect: Dialect
     """How it writes a conversation."""
     processor: Mapping[str, str]

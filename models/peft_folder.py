@@ -2,7 +2,7 @@
 
 PEFT opens what `save_adapters` writes, and `load` opens what PEFT saved. Layouts follow from the
 table of the model's own weights (`hf_layout.tensor_layouts`). Names are those of modules in
-transformers 5, which for some families differ from the names of tensors (`Family.modules`):
+transformers 5, which for some families differ from the names of tensors in published folders:
 
     text/layers/q             [l, d, n, h]  model. ... .{}.self_attn.q_proj.weight
     text/layers/adapters/q/a  [l, d, r]     base_model.model. ... .q_proj.lora_A.weight  [r, d]
@@ -16,7 +16,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models.config import ModelConfig
-from models.family import family_of
 from models.fingerprint import fingerprint
-from models.lora import LoRASettings, add_adapters, matrices
+from models.lora import LoRASettings, add_adapters, cast, matrices
 from models.model import VisionLanguageModel, abstract_model
 from models.trained import TrainVision, part_of
 from models.weights import folder as hf_folder
@@ -141,11 +140,13 @@ def base_folder(folder: Path, *, weights: bool = True) -> Path:
             hub; or `folder` holds adapters and a whole model.
     """
     file = folder / ADAPTER_CONFIG
-    if not file.exists():
+    whole, adapters = hf_folder.has_weights(folder), any(folder.glob("adapter_model.*"))
+    # Tools that merge adapters may leave their settings behind.
+    if not file.exists() or (whole and not adapters):
         return folder
-    if (folder / _WEIGHTS).exists() and hf_folder.has_weights(folder):
+    if whole:
         raise ValueError(
-            f"{folder}: holds the weights of a whole model, and adapters ({_WEIGHTS}) of a base; "
+            f"{folder}: holds the weights of a whole model, and adapters of a base; "
             "move one of the two elsewhere"
         )
     content = _read_json(file)
@@ -187,20 +188,21 @@ def load(
     if base == folder:
         return hf.load(folder, config, mesh=mesh, dtype=dtype, param_dtype=param_dtype)
     config = from_hf(base / hf_folder.CONFIG) if config is None else config
-    tensors = read_header(folder / _WEIGHTS)
+    if not (folder / _WEIGHTS).exists():
+        remedy = "open these adapters with PEFT and save them again"
+        raise FileNotFoundError(f"{folder}: has no {_WEIGHTS}, and {hf_folder.NO_BIN}; {remedy}")
+    tensors = read_header(folder / _WEIGHTS).values()
+    names = {hf_folder.plain_name(tensor.name) for tensor in tensors}
     # The files are compared before the base is read, which takes minutes.
-    settings = _settings(folder, tensors, config)
-    trained = _trained_vision(tensors, config)
-    _require_fit(folder, base, tensors, abstract_model(config, lora=settings), trained)
+    settings = _settings(folder, names, config)
+    trained = _trained_vision(names, config)
+    stored = _matched(folder, base, tensors, abstract_model(config, lora=settings), trained)
     model = hf.load(base, config, mesh=mesh, dtype=dtype, param_dtype=param_dtype)
     _require_base(folder, base, model)
     add_adapters(model.text, settings, seed=0)
-    for adapter in model.text.layers.adapters.values():
-        for matrix in (adapter.a, adapter.b):
-            matrix.set_value(matrix.get_value().astype(param_dtype))
-    state = _state(model, trained)
+    state = cast(_state(model, trained), param_dtype)
     hf.require_sound(folder, [_WEIGHTS])
-    hf.read_parameters(tensors, _layouts(model, trained), state, mesh)
+    hf.read_parameters(stored, _layouts(model, trained), state, mesh)
     nnx.update(model, state)
     return model
 
@@ -236,30 +238,23 @@ def _layouts(model: VisionLanguageModel, train_vision: TrainVision) -> dict[str,
 
 def _module_layouts(config: ModelConfig) -> dict[str, TensorLayout]:
     """Map the path of each parameter of a base to its tensor, with the name that it has in
-    transformers."""
-    modules = family_of(config).modules
-
-    def renamed(layout: TensorLayout) -> TensorLayout:
-        for tensor, module in modules.items():
-            if layout.name.startswith(tensor):
-                return dataclasses.replace(layout, name=module + layout.name.removeprefix(tensor))
-        return layout
-
-    return {path: renamed(layout) for path, layout in tensor_layouts(config).items()}
+    transformers 5, where all families have the same containers."""
+    layouts = {}
+    for path, layout in tensor_layouts(config).items():
+        container = "model" if path.startswith("vision/") else "model.language_model"
+        name = f"{container}.{hf_folder.plain_name(layout.name)}"
+        layouts[path] = dataclasses.replace(layout, name=name)
+    return layouts
 
 
-def _trained_vision(tensors: Mapping[str, Tensor], config: ModelConfig) -> TrainVision:
-    """Return the part of the tower whose tensors are in a file."""
-    layouts = _module_layouts(config)
-    # A tensor of each part; `_require_fit` compares all of them. The tower has the mergers too.
-    samples: dict[TrainVision, str] = {
-        "tower": "vision/patch/kernel",
-        "merger": "vision/merger/fc1/kernel",
-    }
-    for part, path in samples.items():
-        if _PREFIX + layouts[path].name in tensors:
-            return part
-    return "none"
+def _trained_vision(names: Collection[str], config: ModelConfig) -> TrainVision:
+    """Return the part of the tower whose tensors, given by plain names, are in a file."""
+    layouts = tensor_layouts(config)
+    # A tensor of each part; `_matched` compares all of them. The tower has the mergers too.
+    if hf_folder.plain_name(layouts["vision/patch/kernel"].name) in names:
+        return "tower"
+    merger = hf_folder.plain_name(layouts["vision/merger/fc1/kernel"].name)
+    return "merger" if merger in names else "none"
 
 
 def _stems(model: VisionLanguageModel) -> dict[str, str]:
@@ -292,16 +287,15 @@ def _config(
 
 def _saved_modules(config: ModelConfig, train_vision: TrainVision) -> list[str] | None:
     """Return the modules in transformers of the trained part of the tower."""
-    levels = range(config.vision.levels)
     # PEFT does not save a list of modules as a whole.
-    mergers = ["merger", *(f"deepstack_merger_list.{level}" for level in levels)]
+    mergers = ["merger", *(f"deepstack_merger_list.{n}" for n in range(config.vision.levels))]
     modules = {"tower": ["model.visual"], "merger": [f"model.visual.{name}" for name in mergers]}
     return modules.get(train_vision)
 
 
-def _settings(folder: Path, tensors: Mapping[str, Tensor], config: ModelConfig) -> LoRASettings:
+def _settings(folder: Path, names: Collection[str], config: ModelConfig) -> LoRASettings:
     """Return the settings of saved adapters. Which matrices they adapt follows from the tensors'
-    names."""
+    plain names."""
     file = folder / ADAPTER_CONFIG
     content = _read_json(file)
     if content.get("peft_type") != "LORA":
@@ -310,18 +304,20 @@ def _settings(folder: Path, tensors: Mapping[str, Tensor], config: ModelConfig) 
         plain = not value or value in _PLAIN.get(name, ())
         if name not in _READ | _IRRELEVANT and not plain:
             raise ValueError(
-                f"{file}: {name} is {json.dumps(value)}; only plain LoRA is known: merge the "
-                "adapters with PEFT, and load the merged folder"
+                f"{file}: {name} is {json.dumps(value)}; only plain LoRA is known: "
+                f"{hf_folder.MERGE}"
             )
+    # Of any layer: the error for adapters of some layers names those that are missing.
+    adapted = {re.sub(r"^layers\.\d+", "layers.{}", name) for name in names}
     targets = [
         name
         for name, stem in _stems(abstract_model(config)).items()
-        if f"{_PREFIX}{stem.format(0)}.lora_A.weight" in tensors
+        if f"{hf_folder.plain_name(stem)}.lora_A.weight" in adapted
     ]
     if not targets:
         raise ValueError(
-            f"{folder / _WEIGHTS}: adapts no matrix of the text decoder; give adapters of this "
-            "architecture"
+            f"{folder / _WEIGHTS}: adapts no matrix of the decoder, but {min(names, default='')}; "
+            f"if {config.family} is their architecture, {hf_folder.MERGE}"
         )
     try:
         rank, alpha = content["r"], float(content["lora_alpha"])
@@ -333,22 +329,32 @@ def _settings(folder: Path, tensors: Mapping[str, Tensor], config: ModelConfig) 
         raise ValueError(f"{file}: damaged ({error!r}); save the adapters again") from error
 
 
-def _require_fit(
+def _matched(
     folder: Path,
     base: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Collection[Tensor],
     model: VisionLanguageModel,
     train_vision: TrainVision,
-) -> None:
-    """Raise ValueError unless a file holds the adapters of an abstract model, and no more."""
+) -> dict[str, Tensor]:
+    """Return the tensors of the adapters of an abstract model, by name.
+
+    Raises:
+        ValueError: some are missing, of another shape, or there twice; or there are others.
+    """
     parameters = flat_parameters(_state(model, train_vision))
-    tensors_of_model = tensor_places(_layouts(model, train_vision), parameters)
-    shapes = {name: tensor.shape for name, tensor in tensors_of_model.items()}
-    remedy = (
-        f"name the base of these adapters in {ADAPTER_CONFIG}, which is not {base}; of "
-        "modules_to_save, only all mergers or the whole tower are known"
-    )
-    hf_folder.require_tensors(folder, tensors.values(), shapes, {}, remedy)
+    places = tensor_places(_layouts(model, train_vision), parameters)
+    shapes = {name: place.shape for name, place in places.items()}
+    found, differences = hf_folder.match_tensors(tensors, shapes, {})
+    if any(found[name].shape[:1] != shapes[name][:1] for name in found if ".lora_A." in name):
+        remedy = f"r in {ADAPTER_CONFIG} is not their rank: save the adapters again"
+    elif differences["misshaped"]:
+        remedy = f"name the base of these adapters in {ADAPTER_CONFIG}, which is not {base}"
+    elif all(".lora_" in name for name in differences["missing"] + differences["unknown"]):
+        remedy = f"only adapters of all layers are known: {hf_folder.MERGE}"
+    else:
+        remedy = f"of whole modules, only all mergers or the tower are known: {hf_folder.MERGE}"
+    hf_folder.require_none(folder, differences, remedy)
+    return found
 
 
 def _require_base(folder: Path, base: Path, model: VisionLanguageModel) -> None:

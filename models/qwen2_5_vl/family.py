@@ -49,8 +49,6 @@ FAMILY = Family(
     sizes=sizes.SIZES,
     tiny=sizes.tiny,
     tensor_layouts=tensor_layouts,
-    # Checkpoints keep the names of an earlier transformers.
-    modules={"model.": "model.language_model.", "visual.": "model.visual."},
     dialect=DIALECT,
     processor={
         "processor": "Qwen2_5_VLProcessor",

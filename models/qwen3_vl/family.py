@@ -57,7 +57,6 @@ FAMILY = Family(
     sizes=sizes.SIZES,
     tiny=sizes.tiny,
     tensor_layouts=tensor_layouts,
-    modules={},
     dialect=DIALECT,
     processor={
         "processor": "Qwen3VLProcessor",

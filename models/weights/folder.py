@@ -10,8 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from paravt_jax.data.any_path import is_address
 from paravt_jax.data.buckets import fetch_folder
 from paravt_jax.data.foreign import ForeignFileError, shortened
 from paravt_jax.data.frames import is_inside
+from paravt_jax.data.stored import require_undamaged
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -33,6 +33,24 @@ _LONGEST_NAME = 200  # characters
 _NAMED = 50
 # Config, tokenizer, chat template, processor, licence.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "LICENSE*")
+# Containers that the names of tensors have or lack, depending on the version of transformers and on
+# what wrapped the model when it was saved. So do those that begin with an underscore.
+_CONTAINERS = {"model", "language_model", "base_model", "module", "default", "modules_to_save"}
+NO_BIN = ".bin files are not read, since they can run code"
+MERGE = "merge them with PEFT (merge_and_unload), and load the merged folder"
+"""What to do about adapters that cannot be read."""
+Differences = Mapping[str, list[str]]
+"""Kind of difference -> the tensors that differ so, as an error lists them."""
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name without containers, which is the same whatever tool wrote it.
+
+    `model.language_model.layers.0.mlp.up_proj.weight` and `model.layers.0.mlp.up_proj.weight` are
+    `layers.0.mlp.up_proj.weight`.
+    """
+    parts = name.split(".")
+    return ".".join(part for part in parts if part[:1] != "_" and part not in _CONTAINERS)
 
 
 def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
@@ -45,8 +63,8 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
         weights: whether a download includes the weights.
 
     Raises:
-        FileNotFoundError: there is no such folder, id or address, or `source` is the directory of a
-            run, which has its model in the subfolder `model` when it is finished.
+        FileNotFoundError: there is no such folder, id or address, or its weights are in subfolders,
+            as in the directory of a run or in the hub's cache.
         ConnectionError: a file cannot be fetched.
     """
     patterns = [*_COMPANIONS]
@@ -55,10 +73,10 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
     if is_address(source):
         return fetch_folder(os.fspath(source), patterns)
     folder = Path(source)
-    if (folder / "model" / CONFIG).exists() and not any(folder.glob("*.safetensors")):
-        raise FileNotFoundError(
-            f"{source}: has no weights; the model is in {folder / 'model'}, give that folder"
-        )
+    below = [*folder.glob("*/*.safetensors"), *folder.glob("snapshots/*/*.safetensors")]
+    if below and not any(folder.glob("*.safetensors")):
+        folders = " or ".join(sorted({str(file.parent) for file in below}))
+        raise FileNotFoundError(f"{source}: has no weights itself; give {folders}")
     if folder.is_dir():
         return folder
     if folder.name == "model" and (folder.parent / "checkpoints").is_dir():
@@ -87,11 +105,10 @@ def read_headers(
         ValueError: a file is damaged; or the list of all tensors that are missing, unknown, of
             another shape, or there twice.
     """
-    headers = [read_header(folder / name) for name in weights_files(folder)]
-    tensors = [tensor for header in headers for tensor in header.values()]
-    remedy = "check config.json and the model's size"
-    require_tensors(folder, tensors, shapes, optional, remedy)
-    return {tensor.name: tensor for tensor in tensors}
+    tensors = [x for name in weights_files(folder) for x in read_header(folder / name).values()]
+    found, differences = match_tensors(tensors, shapes, optional)
+    require_none(folder, differences, "check config.json and the model's size")
+    return found
 
 
 def has_weights(folder: Path) -> bool:
@@ -107,8 +124,8 @@ def weights_files(folder: Path) -> list[str]:
     index = folder / _INDEX
     if not index.exists():
         raise FileNotFoundError(
-            f"{folder}: has neither {_FILE} nor {_INDEX}, and .bin files are not read, since they "
-            "can run code; give the folder of a supported model"
+            f"{folder}: has neither {_FILE} nor {_INDEX}, and {NO_BIN}; give the folder of a "
+            "supported model, or open this one with transformers and save it again"
         )
     weight_map = foreign.read_object(index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
@@ -137,28 +154,55 @@ def require_readable(folder: Path) -> None:
         read_header(folder / name)
 
 
-def require_tensors(
-    folder: Path,
-    tensors: Collection[Tensor],
-    shapes: Mapping[str, Shape],
-    optional: Mapping[str, Shape],
-    remedy: str,
-) -> None:
-    """Raise ValueError unless files hold the expected tensors; see `read_headers`."""
-    stored = {tensor.name: tensor.shape for tensor in tensors}
-    counts = Counter(tensor.name for tensor in tensors)
-    wanted = {**shapes, **{name: shape for name, shape in optional.items() if name in stored}}
-    problems = {
-        "missing": sorted(wanted.keys() - stored.keys()),
-        "unknown": sorted(stored.keys() - wanted.keys()),
-        "misshaped": [
-            f"{name} {stored[name]}, not {wanted[name]}"
-            for name in sorted(wanted.keys() & stored.keys())
-            if stored[name] != wanted[name]
-        ],
-        "twice": sorted(name for name, count in counts.items() if count > 1),
-    }
-    lists = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names]
+def match_tensors(
+    tensors: Iterable[Tensor], shapes: Mapping[str, Shape], optional: Mapping[str, Shape]
+) -> tuple[dict[str, Tensor], Differences]:
+    """Find the expected tensors, by the names of any tool.
+
+    Args:
+        tensors: the tensors of all files.
+        shapes: see `read_headers`.
+        optional: see `read_headers`.
+
+    Returns:
+        The tensors, by expected name; and how the files differ from what is expected.
+    """
+    expected = {**shapes, **optional}
+    names = {plain_name(name): name for name in expected}
+    found: dict[str, Tensor] = {}
+    differences: dict[str, list[str]] = {"unknown": [], "misshaped": [], "empty": [], "twice": []}
+    for tensor in tensors:
+        name = names.get(plain_name(tensor.name))
+        if name is None:
+            differences["unknown"].append(tensor.name)
+        elif name in found:
+            differences["twice"].append(name)
+        elif 0 in tensor.shape:
+            differences["empty"].append(tensor.name)
+        elif tensor.shape != expected[name]:
+            differences["misshaped"].append(f"{tensor.name} {tensor.shape}, not {expected[name]}")
+        if name is not None:
+            found[name] = tensor
+    return found, {"missing": [name for name in shapes if name not in found], **differences}
+
+
+def require_none(folder: Path, differences: Differences, remedy: str) -> None:
+    """Raise ValueError if the tensors of a folder differ from those that are expected.
+
+    Args:
+        folder: the folder.
+        differences: see `match_tensors`.
+        remedy: what to do, unless what differs calls for something else.
+    """
+    if differences["empty"]:
+        remedy = "ZeRO-3 kept them apart: save with stage3_gather_16bit_weights_on_model_save"
+    elif differences["twice"]:
+        remedy = "save or fetch them again, into a new folder"
+    elif not differences["misshaped"] and any(".lora_" in name for name in differences["unknown"]):
+        remedy = f"only the decoder may have adapters, in a folder of their own: {MERGE}"
+    lists = [
+        f"{len(names)} {kind}: {_listed(names)}" for kind, names in differences.items() if names
+    ]
     if lists:
         raise ValueError(
             f"{folder}: tensors differ from the configuration's; {'; '.join(lists)}; {remedy}"
@@ -167,7 +211,7 @@ def require_tensors(
 
 def _listed(names: Sequence[str]) -> str:
     """Return the first names of a list, each shortened. There may be thousands, of any length."""
-    shown = [shortened(name) for name in names[:_NAMED]]
+    shown = [shortened(name) for name in sorted(names)[:_NAMED]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
@@ -184,6 +228,7 @@ def read_companions(folder: Path) -> dict[str, bytes]:
     wanted = [path for path in sorted(paths) if path.name not in unused]
     for path in wanted:
         _require_inside(folder, path)
+    require_undamaged(folder, [path.name for path in wanted])
     return {path.name: foreign.read_bytes(path) for path in wanted}
 
 

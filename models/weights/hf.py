@@ -40,7 +40,7 @@ from models.weights.hf_layout import (
 )
 from models.weights.tensor_file import Tensor, TensorType
 from paravt_jax.data import tokenizer_file
-from paravt_jax.data.stored import SUMS, appearing, find_damage, read_sums, write_sums
+from paravt_jax.data.stored import appearing, require_undamaged, write_sums
 
 _HEAD_ROWS = 1024  # rows of an output head in memory at a time
 
@@ -111,14 +111,7 @@ def require_sound(folder: Path, files: Sequence[str]) -> None:
 
     On several hosts every process reads a part of the files.
     """
-    sums = read_sums(folder) or {}
-    own = files[jax.process_index() :: jax.process_count()]
-    damage = find_damage(folder, sums, [file for file in own if file in sums])
-    if damage:
-        raise ValueError(
-            f"{folder / damage[0]}; export the model again, or delete {folder / SUMS} if you "
-            "changed the weights yourself"
-        )
+    require_undamaged(folder, files[jax.process_index() :: jax.process_count()])
 
 
 def read_parameters(
@@ -320,9 +313,10 @@ def _write(
             tensor_file.write(temporary / file, tensors, matrices[file])
         for file, content in companions.items():
             (temporary / file).write_bytes(content)
-        # Of the weights only: people change configs and templates. Last, because the companions may
-        # have the sums of other weights.
-        write_sums(temporary, [temporary / file for file in weights])
+        # Not of configs and templates, which people change. Last, because the companions may have
+        # the sums of other weights.
+        tokenizer = {tokenizer_file.FILE} & companions.keys()
+        write_sums(temporary, [temporary / file for file in (*weights, *tokenizer)])
 
 
 def _matrices(

@@ -59,20 +59,19 @@ def read_header(file: Path) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="numpy") as opened:
             stored = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            codes = {name: tensor.get_dtype() for name, tensor in stored.items()}
-            shapes = {name: tuple(tensor.get_shape()) for name, tensor in stored.items()}
+            types = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in stored.items()}
     except SafetensorError as error:
         raise ValueError(
             f"{file}: not a whole safetensors file ({foreign.shortened(error)}); fetch or export "
             "it again"
         ) from error
-    for name, code in codes.items():
+    for name, (code, shape) in types.items():
         if code not in _DTYPES:
             raise ValueError(
                 f"{file}: {foreign.shortened(name)} is of type {code}; weights are "
                 f"{', '.join(_DTYPES)}: give a checkpoint that is not quantized"
             )
-        tensors[name] = Tensor(file, name, _DTYPES[code], shapes[name])
+        tensors[name] = Tensor(file, name, _DTYPES[code], shape)
     return tensors
 
 

@@ -301,6 +301,15 @@ def find_damage(folder: pathlib.Path, sums: Sums, names: Sequence[str]) -> list[
         return [f"{name}: {what}" for name, what in zip(names, damage, strict=True) if what]
 
 
+def require_undamaged(folder: pathlib.Path, names: Iterable[str]) -> None:
+    """Raise DamagedFileError if files of an export are damaged; those without sums are not read."""
+    sums = read_sums(folder) or {}
+    damage = find_damage(folder, sums, [name for name in names if name in sums])
+    if damage:
+        remedy = f"export the model again, or delete {SUMS} beside it if you changed it yourself"
+        raise DamagedFileError(f"{folder / damage[0]}; {remedy}")
+
+
 def _damage(file: pathlib.Path, expected: Sum) -> str:
     try:
         return "" if _sum_of(file) == expected else "checksum is wrong"

@@ -8,7 +8,7 @@ import pathlib
 
 import tokenizers
 
-from paravt_jax.data.stored import write_atomically
+from paravt_jax.data.stored import require_undamaged, write_atomically
 from paravt_jax.method.tokenizer import Dialect, Vocabulary
 
 FILE = "tokenizer.json"
@@ -22,11 +22,12 @@ def load(path: str | os.PathLike, dialect: Dialect) -> Vocabulary:
         dialect: That of the model's family.
 
     Raises:
-        ValueError: The file does not exist, or has another format.
+        ValueError: The file does not exist, is damaged, or has another format.
     """
     file = pathlib.Path(path)
     if file.is_dir():
         file = file / FILE
+    require_undamaged(file.parent, [file.name])
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception

@@ -66,12 +66,11 @@ def test_another_model_or_size_is_refused():
             {"type": "yarn", "factor": 4.0},
             "text_config.rope_scaling.type = 'yarn': .*remove the scaling",
         ),
-        (
-            "text_config",
-            "attention_bias",
-            True,
-            "text_config.attention_bias = True: .*False",
-        ),
+        ("text_config", "attention_bias", True, "text_config.attention_bias = True: .*False"),
+        ("text_config", "hidden_size", "64", "text_config.hidden_size = '64': its type is int"),
+        ("text_config", "num_hidden_layers", 10**9, "num_hidden_layers = 1000000000: at most"),
+        (None, "vision_config", "none", "vision_config = 'none': not a JSON object"),
+        (None, "model_type", ["qwen3_vl"], r"model_type = \['qwen3_vl'\]: supported are"),
     ],
 )
 def test_unsupported_values_are_refused(tower, field, value, message):
