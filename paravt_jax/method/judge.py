@@ -62,9 +62,8 @@ class ServerSettings:
         require_above(self.name, self, 0, "timeout")
         require_at_least(self.name, self, 1, "attempts", "concurrency")
         # The client adds /chat/completions.
-        is_base = not self.endpoint.rstrip("/").endswith("/chat/completions")
-        base = r"https?://[^\s/:@?#]+(:\d+)?(/[^\s@?#]*)?"
-        if not is_base or not re.fullmatch(base, self.endpoint):
+        base = r"https?://[^\s/:@?#]+(:\d+)?(/[^\s@?#]*)?(?<!/chat/completions)"
+        if not re.fullmatch(base, self.endpoint.rstrip("/")):
             # A user, a query and a fragment may be secret, and messages are logged.
             is_secret = any(mark in self.endpoint for mark in "@?#")
             shown = "(not shown: it may hold a secret)" if is_secret else repr(self.endpoint)

@@ -41,10 +41,10 @@ _BODY_LIMIT = 4 << 20
 _MESSAGE_LIMIT = 300
 _FEWER = "send fewer requests at once (--episodes, or the judge's concurrency)"
 _ADDRESS = "check the address (up to and including /v1) and the model's name"
-_KEY = "check the key and its permissions"
 _LOG = "look into the server's log"
 # What to do about an HTTP status; about others, look into the log.
-_REMEDIES = {401: _KEY, 403: _KEY, 429: _FEWER}
+_REMEDIES = {413: "send fewer or smaller frames (--frames, --pixels)", 429: _FEWER}
+_REMEDIES |= dict.fromkeys((401, 403), "check the key and its permissions")
 _REMEDIES |= dict.fromkeys((301, 302, 303, 307, 308, 404), _ADDRESS)
 REFUSALS = (400, 413, 422, 451)
 """HTTP statuses that refuse one request for its content. The server may accept the next one."""
@@ -55,6 +55,7 @@ _OPTIONAL = {"max_tokens": "max_completion_tokens", "temperature": "", "seed": "
 # may also name the field with the limit.
 _UNSUPPORTED = "(support|unknown|unrecogni[sz]ed|unexpected|extra|permitted|allowed|deprecated)"
 _TOKENS = ("prompt_tokens", "completion_tokens")
+_SECONDS = r"\d+(\.\d+)?(e-3)?"
 _TOO_LONG = "(?i)context|too (long|large)|exceed"
 
 Answer = TypeVar("Answer")
@@ -220,19 +221,18 @@ class Client:
         key = self._http.headers.get("Authorization", "").removeprefix("Bearer ")
         message = _server_message(reply, key)
         status = response.status_code
-        if status in (400, 422):
-            accepted = self._without_refused(content, reply.decode("utf-8", errors="replace"))
-            if accepted != content:
-                return await self._attempt(accepted, read)
+        accepted = self._without_refused(content, reply) if status in (400, 422) else content
+        if accepted != content:
+            return await self._attempt(accepted, read)
         if not response.is_success:
             headers = response.headers
-            milliseconds = headers.get("retry-after-ms")
-            asked = f"{milliseconds}e-3" if milliseconds else headers.get("retry-after", "")
             # A date is ignored.
-            wait = float(asked) if re.fullmatch(r"\d+(\.\d+)?(e-3)?", asked, re.ASCII) else 0.0
+            asked = (headers.get("retry-after-ms", "") + "e-3", headers.get("retry-after", ""))
+            waits = [float(each) for each in asked if re.fullmatch(_SECONDS, each, re.ASCII)]
             # A server knows best why it refuses a request.
-            remedy = "" if message and status in REFUSALS else f"; {_REMEDIES.get(status, _LOG)}"
-            return Failure(f"status {status}{message}{remedy}", status, wait=wait)
+            own = message and status in REFUSALS and status not in _REMEDIES
+            remedy = "" if own else f"; {_REMEDIES.get(status, _LOG)}"
+            return Failure(f"status {status}{message}{remedy}", status, wait=max(waits, default=0))
         choice = _choice(reply)
         if choice is None:
             return Failure(f"the reply is not a complete chat completion{message}; {_ADDRESS}")
@@ -245,9 +245,9 @@ class Client:
         # Escaped to ASCII: a text may hold half of a surrogate pair, which UTF-8 cannot.
         return json.dumps({new: body[name] for name, new in names.items() if new}).encode()
 
-    def _without_refused(self, content: bytes, refusal: str) -> bytes:
-        """Return a refused request without the optional fields that its refusal names."""
-        body = json.loads(content)
+    def _without_refused(self, content: bytes, reply: bytes) -> bytes:
+        """Return a refused request without the optional fields that the refusal names."""
+        body, refusal = json.loads(content), reply.decode("utf-8", errors="replace")
         for field in body.keys() & _OPTIONAL.keys() - self._refused.keys():
             named = rf"(?is){_UNSUPPORTED}.{{,40}}\b{field}\b|\b{field}\b.{{,40}}{_UNSUPPORTED}"
             if re.search(named, refusal) and not re.search(_TOO_LONG, refusal):
@@ -272,6 +272,8 @@ def _choice(body: bytes) -> Choice | None:
         choice = reply["choices"][0]
         message = choice["message"]
         content, refusal = message.get("content"), message.get("refusal")
+        # `function_call` is an older name.
+        calls = message.get("tool_calls") or filter(None, [message.get("function_call")])
         thinking = [part.get("thinking") for part in content or () if isinstance(part, dict)]
         thought = message.get("reasoning_content") or message.get("reasoning") or thinking
         usage = reply["usage"] if isinstance(reply.get("usage"), dict) else {}
@@ -279,7 +281,7 @@ def _choice(body: bytes) -> Choice | None:
         return Choice(
             _joined(content),
             _joined(thought) or "",
-            list(message.get("tool_calls") or ()),
+            list(calls),
             f"refusal: {refusal}"[:_MESSAGE_LIMIT] if refusal else choice.get("finish_reason"),
             {name: count for name, count in counts.items() if isinstance(count, int)},
         )

@@ -155,8 +155,8 @@ class EndpointSampler:
         except VideoError as error:
             reply.set_result(("", SampleStop.UNREADABLE, error.reason))
         else:
-            begun, stops = "continue_final_message" in sent, sent.get("stop", [])
-            read = functools.partial(self._read, begun, stops)
+            begun = "continue_final_message" in sent
+            read = functools.partial(self._read, begun, sent.get("stop", []))
             reply = self.client.ask(sent, read, request.sampling.deadline)
         ticket = next(self._tickets)
         self._pending[ticket] = (request, reply)
@@ -198,7 +198,7 @@ class EndpointSampler:
             reply.cancel()
 
     def _read(self, begun: bool, stops: Sequence[str], choice: Choice) -> _Completion | Failure:
-        """Return the completion in a successful reply; a failure if the server broke it off.
+        """Return the completion in a successful reply; a failure if another may be better.
 
         Args:
             begun: Whether the request opens the model's thought.
@@ -219,13 +219,17 @@ class EndpointSampler:
         if not (text.strip() or choice.calls or at_once or is_cut):
             held = "reasoning and no text" if choice.thought else "no text"
             remedy = "serve the model with the parsers that were made for it, or with none"
-            return "", SampleStop.FAILED, f"the reply has {held} ({shown}); {remedy}"
+            why = f"the reply has {held} ({shown}); {remedy}"
+            # A reply without anything may be an accident.
+            return (
+                ("", SampleStop.FAILED, why) if choice.thought or "call" in reason else Failure(why)
+            )
         if choice.thought:
             # Its opening may belong to the request.
             opening = "" if begun else PINNED
             text = f"{opening}{choice.thought}\n</think>\n{text}"
         for call in choice.calls:
-            written = json.dumps(call.get("function") if isinstance(call, dict) else call)
+            written = json.dumps(call.get("function", call) if isinstance(call, dict) else call)
             text += rewrite_calls(f"\n<tool_call>\n{written}\n</tool_call>", dialect.calls)
         # Some servers also return text that the model wrote after the end of its turn.
         response, ended, _ = text.partition(dialect.end)

@@ -295,8 +295,7 @@ def test_every_question_has_an_outcome_and_none_is_asked_after_its_answer(play, 
         assert "307" in str(summary["left_out"]["failed"]["videos"])
         assert summary["left_out"]["refused"]["questions"] == refused
         reasons = [line.get("reason") for line in latest(read_lines(tmp_path / "out")).values()]
-        refusal = 'status 400 ({"error": {"message": "the context is too long"}})'
-        assert any(reason is not None and reason.startswith(refusal) for reason in reasons)
+        assert "status 400 (the context is too long)" in reasons
         assert summary["n"] == COUNT - redirected - refused
         first = len(server.asked)
         again = play(server)
