@@ -211,9 +211,7 @@ class Client:
                     if len(reply) > _BODY_LIMIT:
                         return Failure(f"the reply is longer than {_BODY_LIMIT} bytes; {_ADDRESS}")
         except TimeoutError:
-            return Failure(
-                f"no reply within timeout = {timeout} s; {_LOG}, {_FEWER}, or raise the timeout"
-            )
+            return Failure(f"no reply within {timeout} s; {_LOG}, {_FEWER}, or raise the timeout")
         except httpx2.HTTPError as error:
             # Only the type: the error's text may quote the request, and with it the key.
             cause = type(error).__name__

@@ -131,11 +131,7 @@ class EndpointSampler:
     """
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        model: str,
-        vocabulary: Vocabulary,
-        images: FrameImages,
+        self, settings: ServerSettings, model: str, vocabulary: Vocabulary, images: FrameImages
     ):
         self._model = model
         self._vocabulary = vocabulary
@@ -214,16 +210,13 @@ class EndpointSampler:
             return Failure(f"the server did not finish the reply ({shown}); look into its log")
         is_cut = _CUT.search(reason)
         text = choice.text or ""
-        # A model may end its turn at once, but not in order to call.
-        at_once = choice.text == "" and not choice.thought and "call" not in reason
-        if not (text.strip() or choice.calls or at_once or is_cut):
-            held = "reasoning and no text" if choice.thought else "no text"
+        # What a parser took out of the text. Without that, a model may end its turn at once.
+        taken = "reasoning" if choice.thought else "a call" if "call" in reason else ""
+        if not (text.strip() or choice.calls or is_cut or (choice.text == "" and not taken)):
             remedy = "serve the model with the parsers that were made for it, or with none"
-            why = f"the reply has {held} ({shown}); {remedy}"
+            why = f"the reply has {taken or 'nothing'} and no text ({shown}); {remedy}"
             # A reply without anything may be an accident.
-            return (
-                ("", SampleStop.FAILED, why) if choice.thought or "call" in reason else Failure(why)
-            )
+            return ("", SampleStop.FAILED, why) if taken else Failure(why)
         if choice.thought:
             # Its opening may belong to the request.
             opening = "" if begun else PINNED
@@ -283,10 +276,8 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
     frames = list(request.frames)
     chat: list[dict[str, Any]] = []
     dialect = vocabulary.dialect
-    opening, end, vision_start, pad, vision_end = map(
-        re.escape,
-        (dialect.start, dialect.end, dialect.vision_start, dialect.image, dialect.vision_end),
-    )
+    marks = (dialect.start, dialect.end, dialect.vision_start, dialect.image, dialect.vision_end)
+    opening, end, vision_start, pad, vision_end = map(re.escape, marks)
     # A message ends with its first end: an opening in between is text that the model wrote.
     message = re.compile(rf"{opening}(\w+)\n(.*?)(?:{end}|\Z)", re.DOTALL)
     picture = re.compile(rf"{vision_start}(?:{pad})+{vision_end}")

@@ -367,9 +367,10 @@ def transcripts(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def latest_lines(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The last line of each question, without the time that it took."""
+    """The last line of each question, without what was spent since the line before."""
+    spent = ("spent", "servers")
     lines = latest(transcripts(folder))
-    return {id: {k: v for k, v in line.items() if k != "spent"} for id, line in lines.items()}
+    return {id: {k: v for k, v in line.items() if k not in spent} for id, line in lines.items()}
 
 
 @pytest.mark.slow
