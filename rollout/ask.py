@@ -7,14 +7,27 @@ the same episode, unless it runs out of time.
 
 from __future__ import annotations
 
+import signal
+
+from paravt_jax.processes.exit_codes import stop_at_once
+
+if __name__ == "__main__":
+    # Importing the modules below takes seconds.
+    signal.signal(signal.SIGINT, stop_at_once)
+
 import dataclasses
 import functools
+import json
+import math
 import os
+import re
 import sys
+import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 import tyro
@@ -27,32 +40,35 @@ from models.family import family_of
 from models.features import FrameFeatures, FrameSettings
 from models.model import VisionLanguageModel
 from models.peft_folder import base_folder, load
-from models.weights.folder import local_folder
+from models.weights.folder import CONFIG, local_folder
+from models.weights.hf_config import from_hf
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.foreign import read_srt
 from paravt_jax.data.frame_reader import FrameReader
-from paravt_jax.data.frames import VideoError
+from paravt_jax.data.frames import ReadTask, VideoError
+from paravt_jax.data.stored import write_atomically
+from paravt_jax.method.accuracy import chosen_option
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
-    CropCall,
     Episode,
     Frame,
     Question,
     QuestionKind,
     StopReason,
     Subtitle,
-    ToolCall,
 )
 from paravt_jax.method.rewards import RewardSettings, combine
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes.cluster import run_command
+from paravt_jax.processes.interrupts import Interrupts
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
 from rollout.engine.requests import run
 from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
 from rollout.report.episode_card import episode_page
+from rollout.report.templates import seconds
 
 _QUESTION_TOKENS = 512  # room for the question and its options
 _MAX_ENGINES = 2  # engines kept at once
@@ -60,11 +76,23 @@ _GREEDY = EpisodeSettings(frames=64, temperature=0.0)
 _FRAMES = FrameSettings(admission="counted")  # the same question has the same answer
 
 
+class Answer(Episode):
+    """The episode of a question to an `Assistant`."""
+
+    @property
+    def option(self) -> str | None:
+        """The one option that `answer` names; None if it names none or several."""
+        options = self.question.options
+        letter = chosen_option(self.answer or "", options) if options else None
+        return options[ord(letter) - ord("A")] if letter else None
+
+
 class Assistant:
     """A model that answers questions about video files.
 
     Encoded frames and the last engines, with their compiled programs, are kept for later questions.
     Processes that read videos end when the assistant is deleted (`del assistant`) or Python ends.
+    Threads may share an assistant: it answers one question at a time.
 
     >>> assistant = Assistant.load("runs/paravt_tiny/model")
     >>> settings = EpisodeSettings(frames=16, temperature=0.0)
@@ -75,6 +103,11 @@ class Assistant:
         vocabulary: The model's tokenizer (`paravt_jax.method.tokenizer.load`).
         protocol: Prompts, tools and limits of the episode.
         frames: Sizes of frames and of their cache.
+
+    Attributes:
+        environment: Set its `tell` to hear of every turn and crop.
+        stopped: Called while an answer is written. Once it returns something true, the episode ends
+            as if its time were up, with the turns and reports that there are.
     """
 
     def __init__(
@@ -93,6 +126,9 @@ class Assistant:
         self.environment = Environment(
             Protocol(vocabulary, protocol or ProtocolSettings()), features
         )
+        self.stopped: Callable[[], Any] = lambda: None
+        # Engines and features serve one thread at a time.
+        self._lock = threading.Lock()
         # Each engine has a KV cache on the device.
         self._engine_of = functools.lru_cache(_MAX_ENGINES)(
             lambda sizes: Engine(model, features, sizes)
@@ -118,9 +154,8 @@ class Assistant:
             dtype: Type of weights and activations.
         """
         require_type("dtype", dtype)
-        folder = local_folder(source)
-        model = load(folder, mesh=mesh, dtype=dtype, param_dtype=dtype)
-        vocabulary = tokenizer_file.load(base_folder(folder), family_of(model.config).dialect)
+        vocabulary = load_vocabulary(source)
+        model = load(source, mesh=mesh, dtype=dtype, param_dtype=dtype)
         return cls(model, vocabulary, protocol, frames)
 
     def ask(
@@ -132,56 +167,58 @@ class Assistant:
         options: tuple[str, ...] = (),
         subtitles: Sequence[Subtitle] = (),
         seed: int = 0,
-    ) -> Episode:
+    ) -> Answer:
         """Answer a question about a video.
 
         Args:
             video: The video file.
             question: The question.
             settings: Overview frames (K), temperature, dispatch and time limits. A time limit
-                includes compilation if these sizes are new.
+                includes compilation if these sizes are new, and waiting for other threads.
             options: Answers to choose from.
             subtitles: Subtitles to search (`paravt_jax.data.foreign.read_srt`), for a protocol
                 with the tool search_subtitles.
             seed: Seed of the sampling; it has no effect at temperature 0.
 
         Returns:
-            The episode. `answer` is None if there is no answer, and `stop` then says why; `turns`
-            has everything that was written and seen.
+            The episode. `answer` is None if there is no answer, and `stop` then says why; `option`
+            is the option that the answer names; `turns` has everything that was written and seen.
 
         Raises:
             VideoError: The video cannot be read.
             ValueError: The question is empty or too long, or these are no options to choose from.
         """
-        _require_words(question)
-        if isinstance(options, str) or (options and len(set(options)) < max(2, len(options))):
-            raise ValueError(f"options: {options!r}; give at least two different texts, or none")
-        kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
-        # The user may name any file, unlike a data set. Videos are named by their path below "/".
-        require_local("video", video)
-        name = os.path.abspath(video)
-        asked = Question("asked", name, question, kind, "", tuple(options), tuple(subtitles))
-        length = len(self.environment.protocol.question(asked).ids)
-        if length > _QUESTION_TOKENS:
-            raise ValueError(
-                f"question: {length} tokens with its options; at most {_QUESTION_TOKENS} fit, "
-                "ask in fewer words"
-            )
-        features = self.environment.features
-        shown = min(settings.frames, features.info(asked.video).frames)
-        engine = self._engine(asked.video, shown)
-        (episode,) = run(engine, [play(self.environment, asked, settings, seed)])
+        asked = question_about(self.environment.protocol, video, question, options, subtitles)
+        return self._play(asked, settings, seed)
+
+    def _play(self, asked: Question, settings: EpisodeSettings, seed: int) -> Answer:
+        with self._lock:
+            shown = min(settings.frames, self.environment.features.info(asked.video).frames)
+            engine = self._engine(asked.video, shown)
+            stopped = self.stopped
+            # All requests end when their time is up.
+            engine.clock = lambda: math.inf if stopped() else time.monotonic()
+            (episode,) = run(engine, [play(self.environment, asked, settings, seed)])
         if episode.stop is StopReason.UNREADABLE:
             raise VideoError(asked.video, episode.reason or "it can no longer be read")
-        return episode
+        if episode.stop is StopReason.TIME_LIMIT and stopped():
+            episode = dataclasses.replace(episode, stop=StopReason.STOPPED)
+        return Answer(**vars(episode))
 
-    def page(self, episode: Episode, settings: EpisodeSettings) -> str:
-        """Return the episode as an HTML page without external files: frames, tokens, crops and
-        reports."""
+    def page(self, episode: Answer, settings: EpisodeSettings) -> str:
+        """Return the episode as an HTML page without external files: the answer and the moments
+        that support it, then frames, tokens, crops and reports."""
+        return episode_page(Path(), self.record(episode, settings))
+
+    def record(self, episode: Answer, settings: EpisodeSettings) -> dict[str, Any]:
+        """Return the episode as JSON values: its transcript, the chosen option, and the text of
+        each turn."""
         rewards = combine(episode.turns, 0.0, RewardSettings())
-        line = transcript(episode, rewards, settings, self.environment.protocol.vocabulary)
-        del line["rewards"]  # meaningless, because the right answer is unknown
-        return episode_page(Path(), line)
+        record = transcript(episode, rewards, settings, self.environment.protocol.vocabulary)
+        del record["rewards"]  # meaningless, because the right answer is unknown
+        for turn, shown in zip(episode.turns, record["turns"], strict=True):
+            shown["text"] = turn.text
+        return record | {"option": episode.option}
 
     def _engine(self, video: str, frames: int) -> Engine:
         """Return an engine with room for episodes on this video."""
@@ -195,9 +232,36 @@ class Assistant:
         return self._engine_of(sizes_for_single_episodes(protocol, prompt, crop))
 
 
-def _require_words(question: str) -> None:
+def load_vocabulary(source: str | os.PathLike) -> Vocabulary:
+    """Load the tokenizer of a model or of adapters, without weights."""
+    base = base_folder(local_folder(source, weights=False), weights=False)
+    return tokenizer_file.load(base, family_of(from_hf(base / CONFIG)).dialect)
+
+
+def question_about(
+    protocol: Protocol,
+    video: str | os.PathLike,
+    question: str,
+    options: tuple[str, ...] = (),
+    subtitles: Sequence[Subtitle] = (),
+) -> Question:
+    """Return a question about a video file. Arguments and errors are those of `Assistant.ask`."""
     if not question.strip():
         raise ValueError("question: it is empty; ask something about the video")
+    if isinstance(options, str) or (options and len(set(options)) < max(2, len(options))):
+        raise ValueError(f"options: {options!r}; give at least two different texts, or none")
+    kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
+    # The user may name any file, unlike a data set. Videos are named by their path below "/".
+    require_local("video", video)
+    name = os.path.abspath(video)
+    asked = Question("asked", name, question, kind, "", tuple(options), tuple(subtitles))
+    length = len(protocol.question(asked).ids)
+    if length > _QUESTION_TOKENS:
+        raise ValueError(
+            f"question: {length} tokens with its options; at most {_QUESTION_TOKENS} fit, "
+            "ask in fewer words"
+        )
+    return asked
 
 
 # --- the command ---
@@ -227,8 +291,14 @@ class AskSettings:
     """Seed of the sampling; it has no effect at temperature 0."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations."""
+    seconds: float = math.inf
+    """Time limit of the answer; reading the weights does not count."""
+    turn_tokens: int = ProtocolSettings.turn_tokens
+    """Length limit of one turn, in tokens."""
     html: str = ""
     """File to write the episode to, as an HTML page."""
+    json: bool = False
+    """Print the episode as one JSON object, and nothing else to stdout."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -236,72 +306,85 @@ def main(argv: Sequence[str] | None = None) -> int:
     reserve_memory()
     prog = "python -m rollout.ask"
     asked = tyro.cli(AskSettings, args=argv, prog=prog, description=__doc__)
-    return run_command(lambda: _answer(asked))
+    # A KeyboardInterrupt would be lost in a callback of JAX.
+    signal.signal(signal.SIGINT, stop_at_once)
+    return run_command(lambda: _answer(asked), in_words=_in_words)
 
 
-def _answer(asked: AskSettings) -> None:
-    """Ask the question, print the episode, and write the page."""
-    settings = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch)
+def _answer(asked: AskSettings) -> int:
+    """Ask the question, print the episode, and write the page. Return the exit code."""
     # All checks come before the weights are read, which takes minutes.
-    _require_words(asked.question)
-    require_local("--video", asked.video)
-    if asked.html:
-        require_local("--html", asked.html)
-    if not os.path.isfile(asked.video):
-        raise FileNotFoundError(f"--video {asked.video}: no such file; give a video")
-    if asked.html:
-        open(asked.html, "a").close()  # raises OSError if it cannot be written
-    subtitles = _read_subtitles(asked.subtitles, asked.dispatch) if asked.subtitles else ()
-    tools = ("crop_video", "search_subtitles") if subtitles else ("crop_video",)
-    use_cache()
-    assistant = Assistant.load(asked.model, ProtocolSettings(tools=tools), dtype=asked.dtype)
-    # Nothing else is printed until the episode has ended.
-    print("answering; the first answer compiles programs, which can take minutes", file=sys.stderr)
-    episode = assistant.ask(
-        asked.video,
-        asked.question,
-        settings,
-        options=asked.option,
-        subtitles=subtitles,
-        seed=asked.seed,
-    )
-    print("\n".join(describe(episode)), flush=True)
-    if asked.html:
-        Path(asked.html).write_text(assistant.page(episode, settings), encoding="utf-8")
-        print(f"page: {asked.html}")
-
-
-def _read_subtitles(file: str, dispatch: Dispatch) -> Sequence[Subtitle]:
-    """Return the entries of a file. Raises OSError or ValueError if they cannot be searched."""
-    entries = read_srt(file)
-    if not entries or dispatch == "none":
+    settings = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch, asked.seconds)
+    for flag, file in (("--video", asked.video), ("--subtitles", asked.subtitles)):
+        require_local(flag, file)
+        if file and not os.path.isfile(file):
+            raise FileNotFoundError(f"{flag} {file}: no such file; give one that exists")
+    subtitles = read_srt(asked.subtitles) if asked.subtitles else ()
+    if asked.subtitles and (not subtitles or asked.dispatch == "none"):
         raise ValueError(
-            f"--subtitles {file}: it has no entries, or --dispatch none offers no tool to search "
-            "them; leave it out"
+            f"--subtitles {asked.subtitles}: it has no entries, or --dispatch none offers no tool "
+            "to search them; leave it out"
         )
-    return entries
+    page = Path(asked.html).absolute()
+    require_local("--html", asked.html)
+    if asked.html and (page.is_dir() or not os.access(page.parent, os.W_OK)):
+        raise ValueError(f"--html {page}: cannot be written; name a file in a folder of yours")
+    with FrameReader(workers=1) as reader:
+        reader.request(ReadTask(os.path.abspath(asked.video), (), None)).result()
+    tools = ("crop_video", "search_subtitles") if subtitles else ("crop_video",)
+    limits = ProtocolSettings(tools=tools, turn_tokens=asked.turn_tokens)
+    protocol = Protocol(load_vocabulary(asked.model), limits)
+    question = question_about(protocol, asked.video, asked.question, asked.option, subtitles)
+
+    use_cache()
+    assistant = Assistant.load(asked.model, limits, dtype=asked.dtype)
+    begun = time.monotonic()
+    interrupts = Interrupts()
+
+    def tell(line: str) -> None:
+        if not interrupts.asked():
+            print(f"{time.monotonic() - begun:7.1f} s  {line}", file=sys.stderr)
+
+    tell("answering; the first answer compiles programs, which can take minutes")
+    assistant.environment = dataclasses.replace(assistant.environment, tell=tell)
+    assistant.stopped = interrupts.asked
+    with interrupts:
+        episode = assistant._play(question, settings, asked.seed)
+    record = assistant.record(episode, settings)
+    text = "\n".join(describe(record))
+    if asked.json:
+        record["seconds"] = time.monotonic() - begun
+        record["tokens"] = sum(len(turn.pop("tokens")) for turn in record["turns"])
+        text = json.dumps(record)
+    print(text, flush=True)
+    if asked.html:
+        write_atomically(page, assistant.page(episode, settings))
+        print(f"page: {page}", file=sys.stderr)
+    return 128 + (interrupts.asked() or 0) if episode.stop is StopReason.STOPPED else 0
 
 
-def describe(episode: Episode) -> Iterator[str]:
-    """Return the episode as lines of text: the turns with calls and responses, then the answer."""
-    for number, turn in enumerate(episode.turns, 1):
+def _in_words(error: Exception) -> str:
+    """Return the message of an error. A field that it begins with is named as its flag."""
+    if isinstance(error, VideoError):
+        return f"--video {error}"
+    flags = {"episode.": "--", "protocol.turn_tokens": "--turn-tokens", "options": "--option"}
+    return re.sub(f"^({'|'.join(flags)})", lambda field: flags[field[0]], str(error))
+
+
+def describe(record: dict[str, Any]) -> Iterator[str]:
+    """Return the record of an episode as lines of text: the turns with calls and responses, then
+    the answer."""
+    for number, turn in enumerate(record["turns"], 1):
         yield f"--- turn {number}"
-        yield turn.text.strip()
-        for count, outcome in enumerate(turn.calls, 1):
-            status = outcome.status.replace("_", " ")
-            call = _describe_call(count, outcome.call)
-            yield f"    {call} ({status}): {outcome.response.strip()}"
-    answer = "none" if episode.answer is None else episode.answer
-    yield f"--- answer: {answer} (the episode ended: {episode.stop.replace('_', ' ')})"
-
-
-def _describe_call(count: int, call: CropCall | ToolCall | None) -> str:
-    if call is None:
-        return f"crop {count}, no readable window"
-    if isinstance(call, ToolCall):
-        arguments = ", ".join(str(value) for value in call.arguments.values())
-        return f"{call.tool} {count}, {arguments}"
-    return f"crop {count}, {call.start:g} to {call.end:g} s"
+        yield turn["text"].strip()
+        for count, call in enumerate(turn["calls"], 1):
+            window = f"{seconds(call['start'])} to {seconds(call['end'])} s"
+            asked = ", ".join(map(str, call.get("arguments", {"window": window}).values()))
+            status = call["status"].replace("_", " ")
+            name = call.get("tool", "crop")
+            yield f"    {name} {count}, {asked} ({status}): {call['response'].strip()}"
+    answer = "none" if record["answer"] is None else record["answer"]
+    yield f"--- answer: {answer} (the episode ended: {record['stop'].replace('_', ' ')})"
 
 
 if __name__ == "__main__":

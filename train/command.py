@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+
+from paravt_jax.processes.exit_codes import stop_at_once
 
 SCRIPT = "paravt"
 _USAGE = 2  # the exit code of argparse and tyro for a wrong command line
@@ -42,9 +45,12 @@ def main() -> int:
     # last, so that a file such as train.py does not hide a package of this project.
     sys.path.append(os.getcwd())
     sys.argv = [f"{SCRIPT} {word}", *flags, *arguments]
+    # Importing takes seconds.
+    former = signal.signal(signal.SIGINT, stop_at_once)
     module = importlib.import_module(name)
     if hasattr(module, "__path__"):  # a package, whose command is its __main__
         module = importlib.import_module(f"{name}.__main__")
+    signal.signal(signal.SIGINT, former)
     return module.main()
 
 

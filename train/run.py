@@ -36,11 +36,11 @@ from paravt_jax.data.stored import as_json, naming_full_disk
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import Stopped
+from paravt_jax.processes.interrupts import Interrupts
 from paravt_jax.remote.judge import RemoteJudge
 from train.actor import open_actor, open_environment
 from train.cli import parse
 from train.data import Data, QuestionStream
-from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
 from train.durable.run_folder import RunFolder
 from train.durable.saver import Home, Saver

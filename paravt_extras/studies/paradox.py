@@ -41,7 +41,7 @@ from paravt_extras.report.claim import (
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.stored import write_atomically
 from paravt_jax.method.rewards import RewardSettings
-from train.durable.interrupts import Interrupts
+from paravt_jax.processes.interrupts import Interrupts
 from train.durable.metrics import read_metrics
 from train.durable.run_folder import claim_folder
 from train.result import read_result

@@ -280,6 +280,7 @@ class StopReason(enum.StrEnum):
     TURN_LIMIT = "turn_limit"  # the model calls again after its last tool turn
     TOKEN_LIMIT = "token_limit"  # the trajectory has no room for the tool results
     TIME_LIMIT = "time_limit"
+    STOPPED = "stopped"  # by a person, before the answer
     UNREADABLE = "unreadable"  # the video cannot be read
     REFUSED = "refused"  # a remote server refused a request of the main agent
     FAILED = "failed"  # a remote server gave no usable reply to a request

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 FAILED = 1
 """Settings, data or files have to change first: the same command would fail again."""
@@ -50,6 +51,12 @@ _TEMPORARY_ERRNOS = (
     errno.ENETUNREACH,
     errno.ENETDOWN,
 )
+
+
+def stop_at_once(*_: object) -> None:
+    """Handle Ctrl-C while a command imports its modules: one line instead of a traceback."""
+    os.write(2, b"\nstopped; give the same command again\n")
+    os._exit(130)
 
 
 def one_line(error: BaseException) -> str:

@@ -108,11 +108,14 @@ class EpisodeSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What all episodes share: protocol, frames, and the clock (in seconds) of the time limits."""
+    """What all episodes share."""
 
     protocol: Protocol
     features: FrameFeatures
     clock: Callable[[], float] = time.monotonic
+    """Gives the seconds of the time limits."""
+    tell: Callable[[str], None] = lambda line: None
+    """Gets a line for people whenever a turn begins, a window is looked at, or a report arrives."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +207,7 @@ async def play(
             return state.finish(StopReason.TIME_LIMIT)
 
         # Plan; in later turns, plan again or answer.
+        environment.tell(f"turn {len(state.turns) + 1}: the model reads and writes")
         text, sample = await _respond(state, seconds)
         if sample.stop in _CUT_SHORT:
             state.turns.append(Turn(text, truncated=True))
@@ -366,6 +370,8 @@ async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> Ca
     if isinstance(resolved, FailedCall):
         return CallOutcome(call, resolved.status, f"error: {resolved.reason}")
     window = resolved.window
+    name = f"call {number + 1}, {window.start:g} to {window.end:g} s"
+    state.environment.tell(f"{name}: looking closer")
 
     # Held until the sub-agent has reported.
     shown = await features.request(
@@ -385,7 +391,9 @@ async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> Ca
     subagent = Trajectory((prompt,))
     sample = await _ask_subagent(state, subagent, number)
     # The response is only the note on the window until the report is added.
-    return _report(state.protocol, CallOutcome(recorded, status, note, subagent), sample)
+    outcome = _report(state.protocol, CallOutcome(recorded, status, note, subagent), sample)
+    state.environment.tell(f"{name}: {outcome.response.strip()}")
+    return outcome
 
 
 async def _ask_subagent(state: _EpisodeState, subagent: Trajectory, number: int) -> Sample:

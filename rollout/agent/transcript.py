@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from paravt_jax.method.records import Author, CallOutcome, CropCall, Episode, Segment, ToolCall
+from paravt_jax.method.records import Author, CallOutcome, CropCall, Episode, ToolCall
 from paravt_jax.method.rewards import Rewards
 from paravt_jax.method.structure import Kind, find_structure
 from paravt_jax.method.tokenizer import Vocabulary
@@ -74,64 +74,39 @@ def _turns(
 ) -> list[dict[str, Any]]:
     """Return each turn's tokens and calls."""
     trajectory = episode.trajectory
-    kinds = _kinds_by_position(episode, vocabulary)
+    positions, kinds = find_structure(vocabulary.token_bytes, trajectory.ids, trajectory.authors)
+    kind_at = dict(zip(positions.tolist(), kinds.tolist(), strict=True))
+    # `credit` starts at the cut of `split_prompt`, positions with the trajectory.
     credit_offset = len(split_prompt(trajectory)[0])
     turns: list[dict[str, Any]] = []
-    position = 0
     tokens: list[dict[str, Any]] = []
+    position = 0
     for segment in trajectory.segments:
         # A turn is a pinned opening, if there is one, and the MODEL segment after it.
-        if segment.author in (Author.PINNED, Author.MODEL):
-            tokens += _tokens(segment, position, credit_offset, kinds, vocabulary, credit)
+        written = segment.author in (Author.PINNED, Author.MODEL)
+        for n, id in enumerate(segment.ids if written else ()):
+            token: dict[str, Any] = {
+                "text": vocabulary.decode([int(id)]),
+                "author": segment.author.name.lower(),
+                "kind": None,
+                "credit": None,
+                "logprob": None,
+            }
+            if position + n in kind_at:
+                token["kind"] = Kind(kind_at[position + n]).name.lower().replace("_", "-")
+                if credit is not None:
+                    token["credit"] = float(credit[position + n - credit_offset])
+            # Remote samplers report NaN.
+            if segment.logprobs is not None and math.isfinite(segment.logprobs[n]):
+                token["logprob"] = float(segment.logprobs[n])
+            tokens.append(token)
+        position += len(segment.ids)
         if segment.author is Author.MODEL:
             number = len(turns)
             calls = episode.turns[number].calls if number < len(episode.turns) else ()
             turns.append({"tokens": tokens, "calls": [_call(call) for call in calls]})
             tokens = []
-        position += len(segment.ids)
     return turns
-
-
-def _kinds_by_position(episode: Episode, vocabulary: Vocabulary) -> dict[int, str]:
-    """Return the kind of each structural token, by its position in the trajectory."""
-    trajectory = episode.trajectory
-    positions, kinds = find_structure(vocabulary.token_bytes, trajectory.ids, trajectory.authors)
-    return {
-        int(position): Kind(int(kind)).name.lower().replace("_", "-")
-        for position, kind in zip(positions, kinds, strict=True)
-    }
-
-
-def _tokens(
-    segment: Segment,
-    position: int,
-    credit_offset: int,
-    kinds: dict[int, str],
-    vocabulary: Vocabulary,
-    credit: Float[np.ndarray, " t"] | None,
-) -> list[dict[str, Any]]:
-    """Return the tokens of a segment that begins at `position` of its trajectory."""
-    tokens = []
-    for n, token in enumerate(segment.ids):
-        kind = kinds.get(position + n)
-        # `credit` starts at the cut of `split_prompt`, positions with the trajectory.
-        token_credit = None
-        if credit is not None and kind is not None:
-            token_credit = float(credit[position + n - credit_offset])
-        # Remote samplers report NaN.
-        logprob = None
-        if segment.logprobs is not None and math.isfinite(segment.logprobs[n]):
-            logprob = float(segment.logprobs[n])
-        tokens.append(
-            {
-                "text": vocabulary.decode([int(token)]),
-                "author": segment.author.name.lower(),
-                "kind": kind,
-                "credit": token_credit,
-                "logprob": logprob,
-            }
-        )
-    return tokens
 
 
 def _call(outcome: CallOutcome) -> dict[str, Any]:

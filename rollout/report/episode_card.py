@@ -11,7 +11,6 @@ import functools
 import io
 import itertools
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from PIL import Image
 
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.frames import ReadTask, VideoError, VideoInfo
-from paravt_jax.method.accuracy import chosen_option
+from paravt_jax.method.accuracy import chosen_option, read_range
 from rollout.report.templates import environment, number, plural, seconds
 
 THUMBNAIL = 160
@@ -37,9 +36,11 @@ _SMALLEST_BAR = 0.6  # per cent of the time axis; narrower bars would be invisib
 
 
 def episode_page(run_dir: pathlib.Path, episode: dict[str, Any]) -> str:
-    """Render a page with one card, see `episode_card`."""
+    """Render a page with the answer, the moments that support it, and a card, see
+    `episode_card`."""
     card = episode_card(run_dir, episode, unfolded=True)
-    return environment().get_template("episode.html.jinja").render(card=card)
+    moments = _moments(run_dir / episode["video"], card)
+    return environment().get_template("episode.html.jinja").render(card=card, moments=moments)
 
 
 def episode_card(run_dir: pathlib.Path, episode: dict[str, Any], unfolded: bool) -> dict[str, Any]:
@@ -73,6 +74,27 @@ def episode_card(run_dir: pathlib.Path, episode: dict[str, Any], unfolded: bool)
             for turn in turns
         ],
     }
+
+
+def _moments(path: pathlib.Path, card: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what supports the answer: the answered window, and those that reports are about.
+
+    Each has a picture, of the time that its text names or of its middle.
+    """
+    moments = []
+
+    def add(target: str, window: tuple[float, float], text: str) -> None:
+        start, end = read_range(text) or window
+        picture = _frames(path, [(start + end) / 2])
+        moments.append({"target": target, "window": window, "text": text, "frames": picture})
+
+    answered = read_range(card["answer"] or "") if card["question"]["kind"] == "tvg" else None
+    if answered:
+        add("time-axis", answered, "the answer")
+    for call in (call for turn in card["turns"] for call in turn["calls"]):
+        if call["done"] and call["start"] is not None:
+            add(f"call-{call['index']}", (call["start"], call["end"]), call["response"])
+    return moments
 
 
 def _facts(episode: dict[str, Any], turns: int, calls: list[dict[str, Any]]) -> list[str]:
@@ -166,7 +188,7 @@ def _timeline(
     question = episode["question"]
     if question["kind"] == "tvg":
         for name, text in (("truth", question["answer"]), ("answer", episode["answer"])):
-            window = _window(text)
+            window = read_range(text or "")
             if window is not None:
                 lanes.append((name, [_bar(name, window, duration, name=name)]))
     ticks = [(100 * min(time / duration, 1), time) for time in episode["overview"]]
@@ -187,12 +209,6 @@ def _bar(
         "label": label,
         "note": f"{name}: {seconds(begin)} – {seconds(end)} s",
     }
-
-
-def _window(text: str | None) -> tuple[float, float] | None:
-    """Return the window in a text with exactly two numbers; None for other texts."""
-    times = re.findall(r"\d+(?:\.\d+)?", text or "")
-    return (float(times[0]), float(times[1])) if len(times) == 2 else None
 
 
 def _duration(path: pathlib.Path, overview: Sequence[float]) -> float:

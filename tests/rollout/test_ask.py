@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import itertools
+import json
+import os
+import pathlib
 import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,27 +20,25 @@ import pytest
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.data import video as decoder
 from paravt_jax.data.frames import VideoError
-from paravt_jax.method.protocol import Protocol, ProtocolSettings
+from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import (
-    CallOutcome,
-    CallStatus,
     CropCall,
-    Episode,
     Question,
     QuestionKind,
     StopReason,
-    Trajectory,
-    Turn,
 )
+from paravt_jax.processes.exit_codes import TEMPORARY
 from rollout import ask
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.ask import Assistant
 from rollout.engine.engine import Engine
-from rollout.engine.requests import run
+from rollout.engine.requests import SampleStop, run
 from rollout.engine.runner import ModelRunner
 from rollout.engine.settings import EngineSizes
+from tests.rollout.conftest import Cut
 
-PROTOCOL = ProtocolSettings(max_calls=2, turn_tokens=8, summary_tokens=4, trajectory_tokens=40)
+ROOT = pathlib.Path(__file__).parents[2]
+PROTOCOL = ProtocolSettings(max_calls=2, turn_tokens=24, summary_tokens=4, trajectory_tokens=40)
 TEXT = "What number is shown in the scene that starts at 8 s?"
 
 
@@ -130,86 +137,176 @@ def test_after_an_interrupt_the_same_question_has_the_same_answer(
         np.testing.assert_array_equal(ask().trajectory.ids, wanted.trajectory.ids)
 
 
+def test_threads_share_an_assistant(new_assistant, small_world):
+    """As in a server: each of them gets the answer that it would get alone."""
+    video = small_world.folder / small_world.videos[0].path
+
+    def ask(second):
+        text = f"Which digit appears at {second} s?"
+        return new_assistant.ask(video, text, EpisodeSettings(4, 0.7)).trajectory.ids.tolist()
+
+    seconds = range(4)
+    with ThreadPoolExecutor(len(seconds)) as threads:
+        together = list(threads.map(ask, seconds))
+    assert together == [ask(second) for second in seconds]
+
+
+def test_a_stopped_answer_keeps_what_was_written(assistant, small_world, monkeypatch):
+    ask = functools.partial(
+        assistant.ask, small_world.folder / small_world.videos[0].path, TEXT, EpisodeSettings(4, 0)
+    )
+    steps = itertools.chain([False, False], itertools.repeat(True))
+    whole = ask()
+    monkeypatch.setattr(assistant, "stopped", lambda: next(steps))
+    cut = ask()
+    assert cut.stop is StopReason.STOPPED
+    assert whole.turns[0].text.startswith(cut.turns[0].text)
+
+
 # The command
+
+CALLS = (CropCall(0, 16), CropCall(112, 128))
+PLAN = "\n".join(["look closer", "</think>", *map(render_call, CALLS)])
+REPORT = " seven from 8 to 10"
 
 
 @pytest.fixture
-def command(assistant, monkeypatch, capsys):
-    """command(*argv) runs it with the module's assistant; returns exit code, stdout and stderr."""
-    monkeypatch.setattr(ask.Assistant, "load", lambda source, protocol, **fields: assistant)
+def command(small_model, small_vocabulary, small_environment, scripted, monkeypatch, capsys):
+    """command(*argv) asks a model that looks closer and answers B; it returns exit code, stdout
+    and stderr. `command.turns` and `command.report` are what it writes. Without `command.ready`,
+    weights must not be read.
+    """
+
+    def load(source, limits, **fields):
+        assert start.ready, "the weights are read before the mistake is found"
+        assistant = Assistant(small_model, small_vocabulary, small_environment.protocol.settings)
+        sampler = scripted(start.turns, report=start.report)
+        monkeypatch.setattr(assistant, "_engine", lambda video, frames: sampler)
+        return assistant
 
     def start(*argv):
-        code = ask.main(argv)
+        code = ask.main(("--model", "m", *argv))
         said = capsys.readouterr()
         return code, said.out, said.err
 
-    return start
+    start.ready = True
+    start.turns = [PLAN, "so\n</think>\n<answer>B</answer>"]
+    start.report = REPORT
+    monkeypatch.setattr(ask, "load_vocabulary", lambda source: small_vocabulary)
+    monkeypatch.setattr(ask.Assistant, "load", load)
+    former = signal.getsignal(signal.SIGINT)
+    yield start
+    signal.signal(signal.SIGINT, former)
 
 
-def test_the_command_prints_the_episode_and_writes_its_page(command, small_world, tmp_path):
+@pytest.fixture
+def question(small_world) -> tuple[str, ...]:
     video = str(small_world.folder / small_world.videos[0].path)
-    code, out, err = command(
-        "--model",
-        "m",
-        "--video",
-        video,
-        TEXT,
-        "--frames",
-        "4",
-        *("--option", "seven", "--option", "four"),
-        "--html",
-        str(tmp_path / "page.html"),
-    )
-    page = (tmp_path / "page.html").read_text()
+    return ("--video", video, TEXT, "--frames", "4", "--option", "seven", "--option", "four")
+
+
+def test_the_command_prints_the_episode_and_writes_its_page(command, question, tmp_path):
+    file = tmp_path / "page.html"
+    code, out, err = command(*question, "--html", str(file))
     assert code == 0
-    assert err.startswith("answering; ") and err.count("\n") == 1
-    assert out.startswith("--- turn 1\n<think>")
-    assert "--- answer: none (the episode ended: truncated)" in out
-    assert f"page: {tmp_path / 'page.html'}" in out
-    assert page.startswith("<!doctype html>")
-    assert all(word in page for word in (TEXT, "seven", "four"))
-    assert page.count("data:image/png;base64,") == 4
-    assert "<script" not in page
-    assert "http:" not in page
-    assert "https:" not in page
-
-
-def test_an_episode_is_described_turn_by_turn(small_questions):
-    crops = (
-        CallOutcome(CropCall(0, 16.5), CallStatus.CLAMPED, " seven\n"),
-        CallOutcome(None, CallStatus.MALFORMED, "error: no JSON"),
+    assert out == "\n".join(
+        [
+            "--- turn 1",
+            f"<think>\n{PLAN}",
+            "    crop 1, 0 to 16 s (executed): seven from 8 to 10",
+            "    crop 2, 112 to 128 s (executed): seven from 8 to 10",
+            "--- turn 2",
+            "<think>\nso\n</think>\n<answer>B</answer>",
+            "--- answer: B (the episode ended: answered)\n",
+        ]
     )
-    turns = (Turn("<think>\nlook\n</think>", crops), Turn("<answer>7</answer>"))
-    episode = Episode(small_questions[0], 4, Trajectory(), turns, StopReason.ANSWERED, "7")
-    assert list(ask.describe(episode)) == [
-        "--- turn 1",
-        "<think>\nlook\n</think>",
-        "    crop 1, 0 to 16.5 s (clamped): seven",
-        "    crop 2, no readable window (malformed): error: no JSON",
-        "--- turn 2",
-        "<answer>7</answer>",
-        "--- answer: 7 (the episode ended: answered)",
-    ]
+    # While it happens: every turn, every window, every report.
+    happened = [line.partition(" s  ")[2].partition(":")[0] for line in err.splitlines()[1:-1]]
+    calls = ["call 1, 0 to 16 s", "call 2, 112 to 128 s"]
+    assert happened == ["turn 1", *calls, *calls, "turn 2"]
+    assert err.endswith(f"page: {file}\n")
+
+    page = file.read_text()
+    assert page.startswith("<!doctype html>")
+    assert not re.search("<script|https?:", page)
+    # The answer comes first, with the moments that support it.
+    first, card = page.split("</header>")
+    assert first.index(TEXT) < first.index("<h1>four</h1>") < first.index('class="moment"')
+    assert re.findall('href="#(.*)"', first) == re.findall('<div class="crop" id="(.*)"', card)
+    assert first.count("data:image/png;base64,") == first.count("seven from 8 to 10") == 2
+    assert card.count("four (chosen)") == 1
+    # Which answer is right is not known.
+    assert not re.search("[✓✗○]", page)
 
 
-def test_mistakes_are_one_line_each(command, small_world, tmp_path):
-    video = str(small_world.folder / small_world.videos[0].path)
+def test_json_is_all_that_is_printed_and_ctrl_c_keeps_what_there_is(command, question, tmp_path):
+    code, out, _ = command(*question, "--json")
+    record = json.loads(out)
+    assert (code, record["answer"], record["option"]) == (0, "B", "four")
+    assert record["tokens"] > 0 and record["seconds"] > 0
+    windows = [(call["start"], call["end"]) for call in record["turns"][0]["calls"]]
+    assert windows == [(call.start, call.end) for call in CALLS]
+
+    def report(request):
+        if request.frames[0].time == 0:
+            return REPORT
+        signal.raise_signal(signal.SIGINT)
+        return Cut("", SampleStop.DEADLINE)
+
+    command.report = report
+    command.turns = [PLAN, Cut("", SampleStop.DEADLINE)]
+    code, out, err = command(*question, "--json", "--html", str(tmp_path / "page.html"))
+    record = json.loads(out)
+    assert (code, record["stop"], record["option"]) == (130, "stopped", None)
+    assert [call["status"] for call in record["turns"][0]["calls"]] == ["executed", "timed_out"]
+    assert '<p class="quiet">stopped</p>' in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("start", ["-m rollout.ask", "-c import train.command as c; c.main()"])
+def test_ctrl_c_while_modules_are_imported_is_one_line(start, tmp_path):
+    (tmp_path / "tyro.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, *start.split(" ", 1), "ask"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "\nstopped; give the same command again\n"
+
+
+def test_a_page_for_which_there_is_no_room_is_named(command, question, tmp_path, monkeypatch):
+    def fsync(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    code, out, err = command(*question, "--html", str(tmp_path / "page.html"))
+    assert code == TEMPORARY and "--- answer: B" in out
+    assert str(tmp_path / "page.html") in err.splitlines()[-1]
+
+
+def test_mistakes_are_one_line_each(command, question, tmp_path):
     (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 9)
     (tmp_path / "talk.srt").write_text("00:01 --> 00:02\nhello\n")
+    command.ready = False
     for argv, message in (
-        (("--video", str(tmp_path / "none.mp4"), TEXT), "none.mp4: no such file"),
-        (("--video", str(tmp_path / "noise.mp4"), TEXT), "noise.mp4: it cannot be decoded"),
-        (("--video", video, TEXT, "--html", str(tmp_path / "no" / "page.html")), "page.html"),
-        (("--video", video, " "), "question: it is empty"),
-        (("--video", video, TEXT, "--frames", "0"), "episode.frames: 0"),
+        (("--video", f"{tmp_path}/none.mp4"), "--video .*none.mp4: no such file; give"),
+        (("--video", f"{tmp_path}/noise.mp4"), "--video .*noise.mp4: it cannot be decoded"),
+        (("--html", f"{tmp_path}/no/page.html"), "--html .*page.html: cannot be written; name"),
+        (("--html", str(tmp_path)), "--html .*: cannot be written; name"),
+        (("--frames", "0"), "--frames: 0; give"),
+        (("--seconds", "0"), "--seconds: 0.0; give"),
+        (("--turn-tokens", "0"), "--turn-tokens: 0; give"),
+        (("--option", "four"), "--option: .*four.*; give"),
+        (("--option", "four " * 999), "question: .* tokens .* 512 fit, ask in fewer"),
+        (("--subtitles", f"{tmp_path}/no.srt"), "--subtitles .*no.srt: no such file; give"),
         (
-            ("--video", video, TEXT, "--subtitles", str(tmp_path / "talk.srt"), "--dispatch=none"),
+            ("--subtitles", str(tmp_path / "talk.srt"), "--dispatch=none"),
             "--subtitles .*--dispatch none",
         ),
     ):
-        code, out, err = command("--model", "m", *argv)
-        # Some mistakes are found when the video is read.
-        err = re.sub("^answering; .*\n", "", err)
-        assert (
-            (code, out) == (1, "") and re.match(f"error: .*{message}", err) and err.count("\n") == 1
-        ), (argv, err)
+        code, out, err = command(*question, *argv)
+        assert (code, out) == (1, ""), (argv, err)
+        assert re.fullmatch(f"error: {message}.*\n", err), (argv, err)
+    code, _, err = command("--video", question[1], " ")
+    assert (code, err) == (1, "error: question: it is empty; ask something about the video\n")

@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import train.run
 from models.sharding import make_mesh
 from paravt_jax.processes import hosts
+from paravt_jax.processes.interrupts import Interrupts
 from tests.train.homes import open_home, open_phase
-from train.durable.interrupts import Interrupts
 
 STEPS = 1000
 BAD_STEP = 3

@@ -22,8 +22,8 @@ from models.qwen3_vl.sizes import tiny
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import Stopped
+from paravt_jax.processes.interrupts import Interrupts
 from tests.collectives import bytes_sent, find_collectives
-from train.durable.interrupts import Interrupts
 from train.learn.weight_sync import WeightSync
 
 

@@ -30,6 +30,7 @@ from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall, digest
 from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.processes.interrupts import Interrupts
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Environment
@@ -38,7 +39,6 @@ from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.engine.sizing import EngineSettings
 from tests.train.steps import road_learner, take_step
 from train.data import Data
-from train.durable.interrupts import Interrupts
 from train.durable.metrics import read_metrics
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from paravt_jax.processes.exit_codes import Stopped
+from paravt_jax.processes.interrupts import Interrupts
 from tests.train.homes import open_home, open_phase
 from train.durable.checkpoint import Checkpoints
-from train.durable.interrupts import Interrupts
 from train.durable.metrics import read_metrics
 from train.durable.saver import pack, unpack
 

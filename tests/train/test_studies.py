@@ -11,7 +11,7 @@ import pytest
 
 from paravt_extras.studies import paradox
 from paravt_extras.studies.paradox import ARMS, COLD_START, Paradox
-from train.durable.interrupts import Interrupts
+from paravt_jax.processes.interrupts import Interrupts
 from train.durable.run_folder import claim_folder
 from train.run import resolved
 from train.settings import Run

@@ -17,8 +17,8 @@ from models.sharding import make_mesh
 from paravt_jax.method.grpo.loss import batch_totals
 from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.processes.exit_codes import Stopped
+from paravt_jax.processes.interrupts import Interrupts
 from tests.train.steps import road_learner, take_step, take_whole_step
-from train.durable.interrupts import Interrupts
 from train.durable.metrics import read_metrics
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.placement import put_vectors

@@ -27,8 +27,8 @@ import jax
 from models.compilation import Compilations
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import Stopped
+from paravt_jax.processes.interrupts import Interrupts
 from train.durable.checkpoint import Checkpoints, not_finite
-from train.durable.interrupts import Interrupts
 from train.durable.metrics import (
     PHASE_TITLES,
     PHASES,

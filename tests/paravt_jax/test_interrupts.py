@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from paravt_jax.processes.exit_codes import Stopped
-from train.durable.interrupts import Interrupts
+from paravt_jax.processes.interrupts import Interrupts
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def test_the_first_signal_stops_at_the_next_check_with_its_own_exit_code(number,
 
 
 TWICE = """
-import os, signal, sys, train.durable.interrupts as module
+import os, signal, sys, paravt_jax.processes.interrupts as module
 module.REPEAT_SECONDS = 0.0
 with module.Interrupts():
     os.kill(os.getpid(), int(sys.argv[1]))
