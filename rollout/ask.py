@@ -47,7 +47,7 @@ from paravt_jax.data.any_path import require_local
 from paravt_jax.data.foreign import read_srt
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.frames import ReadTask, VideoError
-from paravt_jax.data.stored import write_atomically
+from paravt_jax.data.stored import naming_full_disk, write_atomically
 from paravt_jax.method.accuracy import chosen_option
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
@@ -358,7 +358,8 @@ def _answer(asked: AskSettings) -> int:
         text = json.dumps(record)
     print(text, flush=True)
     if asked.html:
-        write_atomically(page, assistant.page(episode, settings))
+        with naming_full_disk(page):
+            write_atomically(page, assistant.page(episode, settings))
         print(f"page: {page}", file=sys.stderr)
     return 128 + (interrupts.asked() or 0) if episode.stop is StopReason.STOPPED else 0
 

@@ -48,17 +48,12 @@ def write_atomically(file: pathlib.Path, text: str) -> None:
     The text first goes to a file of the same name plus ".tmp" in the same folder, which must exist.
     """
     unfinished = file.with_name(file.name + ".tmp")
-    try:
-        with unfinished.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            # Without the fsync a power cut could leave the new name pointing at an empty file: the
-            # rename may reach the disk before the data does.
-            os.fsync(stream.fileno())
-    except OSError as error:
-        # A full disk names no file.
-        error.filename = error.filename or str(file)
-        raise
+    with unfinished.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        # Without the fsync a power cut could leave the new name pointing at an empty file: the
+        # rename may reach the disk before the data does.
+        os.fsync(stream.fileno())
     os.replace(unfinished, file)
 
 

@@ -207,7 +207,8 @@ async def play(
             return state.finish(StopReason.TIME_LIMIT)
 
         # Plan; in later turns, plan again or answer.
-        environment.tell(f"turn {len(state.turns) + 1}: the model reads and writes")
+        most = environment.protocol.settings.turn_tokens
+        environment.tell(f"turn {len(state.turns) + 1}: the model writes at most {most} tokens")
         text, sample = await _respond(state, seconds)
         if sample.stop in _CUT_SHORT:
             state.turns.append(Turn(text, truncated=True))
