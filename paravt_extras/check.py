@@ -7,6 +7,7 @@ later, some after hours.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import shutil
@@ -132,9 +133,8 @@ def _items(run: Run, settings: dict[str, Any], run_folder: RunFolder) -> dict[st
     if run.data is not None and run.data.questions:
         items["--data.questions"] = lambda: _questions(run)
     elif run.data is not None and not (pathlib.Path(run.data.folder) / SET).exists():
-        annotations, media = run.data.annotations, run.data.media
-        items["--data.annotations"] = lambda: _source(annotations)
-        items["--data.media"] = lambda: _source(media)
+        items["--data.annotations"] = functools.partial(_source, run.data.annotations)
+        items["--data.media"] = functools.partial(_source, run.data.media)
     return items
 
 
@@ -178,7 +178,7 @@ def _weights(run: Run) -> str:
             folder = pathlib.Path(huggingface_hub.snapshot_download(path, local_files_only=True))
             require_readable(folder)
         except FileNotFoundError:  # nothing of it, or only some of its files
-            return _on_the_hub(path, "model")
+            return _source(path, "model")
     folder = local_folder(str(folder))
     config_of(str(folder), run.model)
     require_readable(folder)
@@ -197,27 +197,17 @@ def _questions(run: Run) -> str:
     media = pathlib.Path(run.data.media)
     there = tuple(question for question in questions if (media / question.video).exists())
     text = f"{len(there)} of {len(questions)} questions in {run.data.questions} have their video"
-    if not there:
-        raise FileNotFoundError(f"{text} in {media}; give their folder: --data.media FOLDER")
-    if len(questions) - len(there) > run.max_left_out * len(questions):
-        raise FileNotFoundError(
-            f"{text} in {media}; give the folder of all: --data.media FOLDER; or allow a larger "
-            f"share without than {run.max_left_out:g}: --max-left-out"
-        )
+    if not there or len(questions) - len(there) > run.max_left_out * len(questions):
+        raise FileNotFoundError(f"{text} in {media}; give the folder of all: --data.media FOLDER")
     hold_out(there, run.evaluation.questions)
     return text
 
 
-def _source(source: str) -> str:
-    """Require a source of published data that can be read."""
+def _source(source: str, kind: str = "dataset") -> str:
+    """Require a source that can be read."""
     if is_address(source) or pathlib.Path(source).expanduser().is_dir():
         return source
-    return _on_the_hub(source, "dataset")
-
-
-def _on_the_hub(name: str, kind: str) -> str:
-    size = sum(list_files(name, kind).values())
-    return f"{name}: {_size(size)}, which the run downloads"
+    return f"{source}: {_size(sum(list_files(source, kind).values()))}, which the run downloads"
 
 
 def _disk(run: Run, run_folder: RunFolder) -> str:

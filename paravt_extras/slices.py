@@ -193,18 +193,14 @@ def found_devices() -> Devices:
 def _unused_accelerator() -> str:
     """Return what to do about an accelerator of this machine that JAX did not find; empty if there
     is no sign of one."""
-    platforms = os.environ.get("JAX_PLATFORMS", "")
     for kind, pattern, variable in _SIGNS:
         files = [str(file) for file in pathlib.Path("/dev").glob(pattern)]
-        if not files and os.environ.get(variable, "void") in ("void", "none", ""):
-            continue
-        remedy = (
-            f"pip install -e '.[{kind}]'; if that is installed, JAX_PLATFORMS={kind} python -c "
-            "'import jax; jax.devices()' says why"
-        )
-        if platforms == "cpu":
-            remedy = "unset JAX_PLATFORMS, which is cpu"
-        return f" (JAX did not find what {[*files, variable][0]} stands for: {remedy})"
+        if files or os.environ.get(variable, "void") not in ("void", "none", ""):
+            return (
+                f" (JAX did not find what {[*files, variable][0]} stands for: unset JAX_PLATFORMS, "
+                f"or pip install -e '.[{kind}]'; JAX_PLATFORMS={kind} python -c "
+                "'import jax; jax.devices()' says why)"
+            )
     return ""
 
 

@@ -35,7 +35,7 @@ from paravt_jax.data.preparation import (
     prepare_examples,
 )
 from paravt_jax.data.question_files import read_questions, require_unique_ids
-from paravt_jax.data.sources import fetch, media_root
+from paravt_jax.data.sources import fetch, media_root, require_source
 from paravt_jax.data.stored import lock, naming_full_disk
 from paravt_jax.method.conversations import Clip, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
@@ -203,11 +203,6 @@ def _own_questions(
         ValueError: They do not fit the settings.
     """
     run.require_no_demonstrations()
-    if not pathlib.Path(settings.media).is_dir():
-        raise ValueError(
-            f"data.media: {settings.media}; no such folder: "
-            "name the folder that contains the videos of your questions"
-        )
     if questions is None:
         return read_questions(settings.questions, settings.media)
     require_unique_ids(questions)
@@ -397,6 +392,10 @@ def _prepare_published(run: Run) -> None:
             "such as paravt_8b (your own questions need no preparation: train on them)"
         )
     folder = pathlib.Path(run.data.folder)
+    if not (folder / SET).exists():
+        # Before anything is downloaded.
+        require_source(run.data.annotations)
+        require_source(run.data.media)
     prepared = prepare_set(run, run.data, folder)
     print(f"{folder / LEFT_OUT} lists the rows that are left out, with reasons")
     require_examples(run, prepared.summary["sources"], folder)

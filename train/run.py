@@ -121,7 +121,7 @@ def execute(
         judge = None
         if run.rl is not None and run.rl.rewards.judge is not None:
             judge = RemoteJudge(run.rl.rewards.judge)
-            stack.enter_context(contextlib.closing(judge))
+            stack.enter_context(contextlib.closing(judge.client))
         home = _open_home(run, config, interrupts, stack)
         if hosts.from_first(lambda: is_finished(home.folder)):
             return home.folder

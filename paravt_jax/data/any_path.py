@@ -57,8 +57,7 @@ def require_folder_or_bucket(field: str, path: str) -> None:
     if is_bucket(path):
         if not _FOLDER.fullmatch(path):
             raise ValueError(
-                f"{field}: {path}; give gs://BUCKET/FOLDER; a bucket's name has 3 or more of a-z, "
-                "0-9, -, _ and ."
+                f"{field}: {path}; give gs://BUCKET/FOLDER, BUCKET of 3 or more a-z0-9._-"
             )
     elif _ADDRESS.match(path):
         raise ValueError(

@@ -109,6 +109,15 @@ def is_hub_id(source: str) -> bool:
     return _ID.fullmatch(source) is not None
 
 
+def require_source(source: str, repo_type: str = "dataset") -> None:
+    """Raise FileNotFoundError for a text that names no folder, repository or address."""
+    if not ("://" in source or is_hub_id(source) or pathlib.Path(source).expanduser().is_dir()):
+        scenes = " (python -m paravt_extras.scenes draws one)" if repo_type == "dataset" else ""
+        raise FileNotFoundError(
+            f"{source}: neither a folder nor a hub id (owner/name); give one of these{scenes}"
+        )
+
+
 def snapshot(
     id: str,
     patterns: Sequence[str],
@@ -149,11 +158,7 @@ def list_files(id: str, repo_type: str = "model") -> dict[str, int]:
 @contextlib.contextmanager
 def _named_failures(id: str, repo_type: str) -> Iterator[None]:
     """Turn what the client raises into an error that names the repository and the remedy."""
-    if not is_hub_id(id):
-        scenes = " (python -m paravt_extras.scenes draws one)" if repo_type == "dataset" else ""
-        raise FileNotFoundError(
-            f"{id}: neither a folder nor a hub id (owner/name); give one of these{scenes}"
-        )
+    require_source(id, repo_type)
     try:
         yield
     except _FAILURES as error:

@@ -6,7 +6,6 @@ import pathlib
 import re
 import types
 
-import huggingface_hub
 import jax.numpy as jnp
 
 import paravt_extras.check as command
@@ -15,7 +14,7 @@ from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
 from paravt_extras.check import Finding, NotReadyError, check, require_ready
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY
-from train.durable.run_folder import MAY_CHANGE, RunFolder, claim_folder
+from train.durable.run_folder import MAY_CHANGE, RunFolder
 from train.run import resolved
 from train.settings import Run, change
 
@@ -51,25 +50,11 @@ def test_weights_are_of_the_recipes_size(tiny_model, tmp_path):
     assert wrong.code and "model.size 8b" in wrong.text
 
 
-def listed(monkeypatch, files: dict[str, int]) -> None:
-    """Lets the hub list these files for every repository."""
-
-    def info(self: object, name: str, **options: object) -> object:
-        siblings = [types.SimpleNamespace(rfilename=k, size=v) for k, v in files.items()]
-        return types.SimpleNamespace(gated=False, siblings=siblings)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", info)
-
-
-def test_what_the_hub_does_not_have_is_an_error(tmp_path, monkeypatch):
-    run = large(data__folder=str(tmp_path / "set"))
-    # Tests are offline.
+def test_what_the_hub_has_is_shown_with_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "list_files", lambda *_: {"a.parquet": 10**9, "b.zip": 10**9})
+    found = checked(large(data__folder=str(tmp_path / "set")), tmp_path)
     for item in ("--model.path", "--data.annotations", "--data.media"):
-        assert checked(run, tmp_path)[item].code
-    listed(monkeypatch, {"model.safetensors": 10**9, "config.json": 1, "a.parquet": 10**9})
-    for item in ("--model.path", "--data.annotations", "--data.media"):
-        finding = checked(run, tmp_path)[item]
-        assert not finding.code and "2.00GB" in finding.text
+        assert not found[item].code and "2.00GB" in found[item].text
 
 
 def test_a_full_disk_may_pass_by_itself_and_nothing_else(tmp_path, monkeypatch):
@@ -80,15 +65,6 @@ def test_a_full_disk_may_pass_by_itself_and_nothing_else(tmp_path, monkeypatch):
     assert NotReadyError([finding]).exit_code == TEMPORARY
     other = Finding("--model.path", "none", FAILED)
     assert NotReadyError([finding, other]).exit_code == FAILED
-
-
-def test_the_folder_is_new_or_of_this_run(tmp_path):
-    run = paravt_tiny()
-    assert checked(run, tmp_path)["run directory"].text.endswith(": new")
-    with claim_folder(tmp_path / "run", resolved(run)):
-        pass
-    (tmp_path / "run" / "metrics.jsonl").touch()
-    assert checked(run, tmp_path)["run directory"].text.endswith(": continues")
 
 
 def test_a_device_without_memory_is_one_line_with_what_a_resumed_run_may_change(
@@ -107,3 +83,13 @@ def test_a_device_without_memory_is_one_line_with_what_a_resumed_run_may_change(
     for flag in re.findall(r"--([\w.-]+)", free):
         name = flag.replace("-", "_")
         assert name in MAY_CHANGE or name.split(".")[0] in MAY_CHANGE
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
+    def store(*_: object) -> None:
+        raise RuntimeError("Failed to write: No space left on device")  # of array_record
+
+    monkeypatch.setattr(train.run, "prepare", store)
+    line = ["--config=paravt_tiny", "--run-dir", str(tmp_path / "run")]
+    assert train.run.main(line) == TEMPORARY
+    assert f"'{tmp_path / 'run'}'; make room" in capsys.readouterr().err

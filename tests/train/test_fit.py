@@ -158,11 +158,9 @@ def test_a_gpu_decodes_on_copies_with_as_many_slots_as_fit():
 def test_the_command_says_whether_a_recipe_fits_the_devices_here(monkeypatch, capsys):
     assert command.main(["--config=paravt_tiny"]) == 0
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
-    for platforms, remedy in (("cpu", "unset JAX_PLATFORMS"), ("", "pip install -e '.[cuda]'")):
-        monkeypatch.setenv("JAX_PLATFORMS", platforms)
-        assert command.main(["--config=paravt_2b_lora"]) == 1
-        message = capsys.readouterr().err
-        assert remedy in message and "such as one of v4:2x2x1, v5e:1x1" in message
+    assert command.main(["--config=paravt_2b_lora"]) == 1
+    message = capsys.readouterr().err
+    assert "pip install -e '.[cuda]'" in message and "one of v4:2x2x1, v5e:1x1" in message
     monkeypatch.setattr(command, "found_devices", lambda: Devices("T4", 1, 1, 13 * GIB, "gpu"))
     fields = {"platform": "gpu", "device_kind": "T4", "compute_capability": "7.5"}
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(**fields)])

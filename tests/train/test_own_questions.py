@@ -149,10 +149,8 @@ def test_a_run_continues_only_with_the_same_questions(recipe, questions, at_home
 
 
 def test_questions_that_cannot_be_trained_on_are_refused(recipe, questions, at_home, small):
-    nowhere = dataclasses.replace(recipe, data=DataSettings(media="nowhere"))
     twice = [Question("twice", "a.mp4", "What?", QuestionKind.OPEN_ENDED, "that")] * 2
     cases = [
-        (nowhere, questions, "data.media: nowhere"),
         (data_of(recipe), twice, "id 'twice'"),
         (data_of(recipe), questions, "evaluation.questions: 64"),
         (small.small(), questions, "data is not set"),

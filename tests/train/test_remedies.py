@@ -100,11 +100,7 @@ CASES = {
         {"--model.path": "model"},
     ),
     "no videos": (OWN | {"--data.media": "model"}, None, {"--data.media": "both"}),
-    "half of the videos": (
-        OWN | {"--data.media": "half"},
-        None,
-        {"--data.media": "both", "--max-left-out": "0.5"},
-    ),
+    "half of the videos": (OWN | {"--data.media": "half"}, None, {"--data.media": "both"}),
     "demonstrations": (OWN | {"--sft.steps": "1"}, None, {"--model.path": "model"}),
     "all held out": (OWN | {"--evaluation.questions": "9"}, None, {}),
     "mesh": (TINY | {"--mesh.fsdp": "3"}, None, {}),
