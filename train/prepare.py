@@ -120,12 +120,9 @@ def _prepare_world(
     _, too_long = _without_long_texts(run, data)
     if too_long:
         reasons = " and ".join(sorted({*too_long.values()}))
-        limits = {"protocol.text_tokens": run.protocol.text_tokens}
-        if run.sft is not None:
-            limits["sft.row_tokens"] = run.sft.row_tokens
         raise ValueError(
-            f"{', '.join(f'{name} = {limit}' for name, limit in limits.items())}: {len(too_long)} "
-            f"texts of the small world are {reasons}; raise them"
+            f"{len(too_long)} texts of the small world are {reasons}; raise --protocol.text-tokens "
+            f"({run.protocol.text_tokens}) or --sft.row-tokens"
         )
     videos = world_videos.plan(world)
     with tqdm(videos, "render videos", unit="video", disable=not hosts.is_first()) as bar:

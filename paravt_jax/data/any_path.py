@@ -57,7 +57,8 @@ def require_folder_or_bucket(field: str, path: str) -> None:
     if is_bucket(path):
         if not _FOLDER.fullmatch(path):
             raise ValueError(
-                f"{field}: {path}; give gs://BUCKET/FOLDER, BUCKET of 3 or more a-z0-9._-"
+                f"{field}: {path}; give gs://BUCKET/FOLDER, where BUCKET has three or more "
+                "characters: lower-case letters, digits, -, _ and ."
             )
     elif _ADDRESS.match(path):
         raise ValueError(

@@ -265,7 +265,7 @@ def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick
         ("run_dir", "s3://bucket/run", "run_dir: s3://bucket/run is an address that runs cannot"),
         ("run_dir", "az://bucket/run", "give a local folder, one that is mounted, or gs://"),
         ("run_dir", "gs://bucket", "run_dir: gs://bucket; give gs://BUCKET/FOLDER"),
-        ("run_dir", "gs://x/y", "3 or more a-z0-9._-"),
+        ("run_dir", "gs://x/y", "BUCKET has three or more"),
         ("run_dir", "gs://bucket//run", "gs://BUCKET/FOLDER"),
     ],
 )
