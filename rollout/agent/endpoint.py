@@ -46,6 +46,8 @@ _WITHHELD = re.compile("filter|refusal|safety")
 _CUT = re.compile("length|max_tokens|max_output_tokens|exceeded")
 # "none": they gave no reason.
 _BROKEN = re.compile("none|error|abort|cancel|failed|timeout|insufficient")
+# How servers say that they do not go on with a response that the request begins.
+_BEGUN = re.compile("assistant|continue_final_message|add_generation_prompt")
 HOPELESS = 20
 """A run ends after this many questions in a row without an answer. Each has had all its attempts,
 and the next command asks them again."""
@@ -236,7 +238,9 @@ class EndpointSampler:
     def _sample(self, request: Request, result: _Completion | Failure) -> Sample:
         if isinstance(result, Failure):
             failed = SampleStop.REFUSED if result.status in REFUSALS else SampleStop.FAILED
-            result = "", SampleStop.DEADLINE if result.late else failed, result.text
+            is_begun = failed is SampleStop.REFUSED and _BEGUN.search(result.text)
+            remedy = "; ask with --protocol.no-pin-think" if is_begun else ""
+            result = "", SampleStop.DEADLINE if result.late else failed, result.text + remedy
         text, stop, reason = result
         # A lone surrogate, half a character in JSON, becomes "?".
         ids = self._vocabulary.encode(text.encode(errors="replace").decode())

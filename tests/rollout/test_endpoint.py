@@ -230,6 +230,7 @@ def test_a_sub_agent_without_a_reply_ends_the_episode(ask):
 REFUSALS = {
     "content_filter": error(400, "content_filter"),
     "half filtered": says("so\n</think>\n<answer>sev", finish="content_filter"),
+    "pinned": error(400, "content_filter: Unknown field continue_final_message"),
     "of the model": says("", refusal="no content_filter\nbut the model"),
 }
 
@@ -241,6 +242,7 @@ def test_a_refused_request_ends_its_episode_and_says_why(ask, refusal):
     assert episode.stop is StopReason.REFUSED
     assert episode.answer is None
     assert message in episode.reason
+    assert ("no-pin-think" in episode.reason) == ("continue_final_message" in message)
     assert len(server.received) == 1
 
 
