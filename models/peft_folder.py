@@ -229,22 +229,17 @@ def _layouts(model: VisionLanguageModel, train_vision: TrainVision) -> dict[str,
     }
     saved = flat_parameters(_state(model, train_vision))
     modules = {
-        path: dataclasses.replace(layout, name=_PREFIX + layout.name)
-        for path, layout in _module_layouts(model.config).items()
+        path: dataclasses.replace(layout, name=_PREFIX + _module_name(layout.name))
+        for path, layout in tensor_layouts(model.config).items()
         if path in saved
     }
     return adapters | modules
 
 
-def _module_layouts(config: ModelConfig) -> dict[str, TensorLayout]:
-    """Map the path of each parameter of a base to its tensor, with the name that it has in
-    transformers 5, where all families have the same containers."""
-    layouts = {}
-    for path, layout in tensor_layouts(config).items():
-        container = "model" if path.startswith("vision/") else "model.language_model"
-        name = f"{container}.{hf_folder.plain_name(layout.name)}"
-        layouts[path] = dataclasses.replace(layout, name=name)
-    return layouts
+def _module_name(tensor: str) -> str:
+    """Return what transformers 5 calls a tensor: all families have the same containers there."""
+    name = hf_folder.plain_name(tensor)
+    return f"model.{name}" if name.startswith("visual.") else f"model.language_model.{name}"
 
 
 def _trained_vision(names: Collection[str], config: ModelConfig) -> TrainVision:
@@ -259,9 +254,9 @@ def _trained_vision(names: Collection[str], config: ModelConfig) -> TrainVision:
 
 def _stems(model: VisionLanguageModel) -> dict[str, str]:
     """Name of each matrix of the layers -> its module's name, with `{}` for the layer's number."""
-    layouts = _module_layouts(model.config)
-    names = matrices(model.text)
-    return {name: layouts[f"{_STACK}/{name}"].name.removesuffix(".weight") for name in names}
+    layouts = tensor_layouts(model.config)
+    tensors = {name: layouts[f"{_STACK}/{name}"].name for name in matrices(model.text)}
+    return {name: _module_name(tensor.removesuffix(".weight")) for name, tensor in tensors.items()}
 
 
 def _config(

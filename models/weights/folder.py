@@ -16,7 +16,7 @@ from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from models.weights.tensor_file import Shape, Tensor, TensorType, read_header
+from models.weights.tensor_file import Shape, Tensor, TensorType, read_header, swapped
 from paravt_jax.data import foreign, sources
 from paravt_jax.data.any_path import is_address
 from paravt_jax.data.buckets import fetch_folder
@@ -36,11 +36,9 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "LICENSE*")
 # Containers that the names of tensors have or lack, depending on the version of transformers and on
 # what wrapped the model when it was saved. So do those that begin with an underscore.
 _CONTAINERS = {"model", "language_model", "base_model", "module", "default", "modules_to_save"}
-NO_BIN = ".bin files are not read, since they can run code"
+NO_BIN = "no other format is read: .bin can run code, .gguf is quantized"
 MERGE = "merge them with PEFT (merge_and_unload), and load the merged folder"
 """What to do about adapters that cannot be read."""
-Differences = Mapping[str, list[str]]
-"""Kind of difference -> the tensors that differ so, as an error lists them."""
 
 
 def plain_name(name: str) -> str:
@@ -67,9 +65,7 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
             as in the directory of a run or in the hub's cache.
         ConnectionError: a file cannot be fetched.
     """
-    patterns = [*_COMPANIONS]
-    if weights:
-        patterns.append("*.safetensors")
+    patterns = [*_COMPANIONS, "*.safetensors"] if weights else _COMPANIONS
     if is_address(source):
         return fetch_folder(os.fspath(source), patterns)
     folder = Path(source)
@@ -156,7 +152,7 @@ def require_readable(folder: Path) -> None:
 
 def match_tensors(
     tensors: Iterable[Tensor], shapes: Mapping[str, Shape], optional: Mapping[str, Shape]
-) -> tuple[dict[str, Tensor], Differences]:
+) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
     """Find the expected tensors, by the names of any tool.
 
     Args:
@@ -165,7 +161,7 @@ def match_tensors(
         optional: see `read_headers`.
 
     Returns:
-        The tensors, by expected name; and how the files differ from what is expected.
+        The tensors, by expected name; and kind of difference -> the tensors that differ so.
     """
     expected = {**shapes, **optional}
     names = {plain_name(name): name for name in expected}
@@ -179,14 +175,14 @@ def match_tensors(
             differences["twice"].append(name)
         elif 0 in tensor.shape:
             differences["empty"].append(tensor.name)
-        elif tensor.shape != expected[name]:
-            differences["misshaped"].append(f"{tensor.name} {tensor.shape}, not {expected[name]}")
+        elif tensor.shape not in (expected[name], swapped(expected[name])):
+            differences["misshaped"].append(f"{name} {tensor.shape}, not {expected[name]}")
         if name is not None:
             found[name] = tensor
     return found, {"missing": [name for name in shapes if name not in found], **differences}
 
 
-def require_none(folder: Path, differences: Differences, remedy: str) -> None:
+def require_none(folder: Path, differences: Mapping[str, list[str]], remedy: str) -> None:
     """Raise ValueError if the tensors of a folder differ from those that are expected.
 
     Args:
@@ -199,7 +195,7 @@ def require_none(folder: Path, differences: Differences, remedy: str) -> None:
     elif differences["twice"]:
         remedy = "save or fetch them again, into a new folder"
     elif not differences["misshaped"] and any(".lora_" in name for name in differences["unknown"]):
-        remedy = f"only the decoder may have adapters, in a folder of their own: {MERGE}"
+        remedy = f"only layers of the decoder may have adapters, in a folder of their own: {MERGE}"
     lists = [
         f"{len(names)} {kind}: {_listed(names)}" for kind, names in differences.items() if names
     ]

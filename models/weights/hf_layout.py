@@ -22,7 +22,7 @@ from jaxtyping import Shaped
 from models.config import ModelConfig, TextConfig, VisionConfig
 from models.family import family_of
 from models.model import abstract_model
-from models.weights.tensor_file import Tensor, TensorType
+from models.weights.tensor_file import Tensor, TensorType, swapped
 
 EMBEDDING = "text/embedding"
 # Some checkpoints repeat the tied embedding under this name.
@@ -68,6 +68,8 @@ class TensorLayout:
         A transposed block is a view: XLA transposes it on the way to a device.
         """
         if not self.inputs and not self.joined:
+            if stored.shape == swapped(ours) != ours:
+                return stored.read(swapped(index)).swapaxes(1, 2)
             return stored.read(index)
         shape = [len(range(size)[axis]) for axis, size in zip(index, ours, strict=True)]
         if self.joined:

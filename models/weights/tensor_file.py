@@ -32,6 +32,11 @@ TensorType = tuple[np.dtype, Shape]
 """Type and shape of a tensor."""
 
 
+def swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the shape or block of experts that transformers 5 saved; others stay as they are."""
+    return (axes[0], axes[2], axes[1]) if len(axes) == 3 else axes
+
+
 class Tensor(NamedTuple):
     """A tensor of a file."""
 
@@ -55,7 +60,6 @@ def read_header(file: Path) -> dict[str, Tensor]:
         ValueError: the file is damaged or incomplete, or has a tensor of an unsupported type.
     """
     foreign.open_regular(file).close()  # refuses a pointer of git-lfs
-    tensors: dict[str, Tensor] = {}
     try:
         with safe_open(file, framework="numpy") as opened:
             stored = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -65,14 +69,13 @@ def read_header(file: Path) -> dict[str, Tensor]:
             f"{file}: not a whole safetensors file ({foreign.shortened(error)}); fetch or export "
             "it again"
         ) from error
-    for name, (code, shape) in types.items():
+    for name, (code, _) in types.items():
         if code not in _DTYPES:
             raise ValueError(
                 f"{file}: {foreign.shortened(name)} is of type {code}; weights are "
                 f"{', '.join(_DTYPES)}: give a checkpoint that is not quantized"
             )
-        tensors[name] = Tensor(file, name, _DTYPES[code], shape)
-    return tensors
+    return {name: Tensor(file, name, _DTYPES[code], shape) for name, (code, shape) in types.items()}
 
 
 def write(

@@ -105,8 +105,8 @@ def media_root(
 
 
 def is_hub_id(source: str) -> bool:
-    """Return whether a text has the form owner/name."""
-    return _ID.fullmatch(source) is not None
+    """Return whether a text has the form owner/name, and is no path of a file."""
+    return _ID.fullmatch(source) is not None and not pathlib.Path(source).is_file()
 
 
 def require_source(source: str, repo_type: str = "dataset") -> None:

@@ -32,8 +32,8 @@ def load(path: str | os.PathLike, dialect: Dialect) -> Vocabulary:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(
-            f"tokenizer: {file} is not a readable tokenizer ({error}); give a Hugging Face "
-            f"{FILE}, or a folder that holds one"
+            f"tokenizer: {file} is not a readable tokenizer ({error}); copy the {FILE} of the "
+            "published model there, or that of the base"
         ) from error
     return Vocabulary(tokenizer, dialect)
 

@@ -1,7 +1,8 @@
-"""Every family's small sizes are saved, opened by transformers, and give the same logits there."""
+"""Small sizes of every family: transformers opens what is saved, with equal logits, and back."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,3 +34,6 @@ def test_transformers_opens_a_saved_model_and_gives_its_logits(name, tmp_path):
         logits = theirs(torch.tensor(ids)).logits.numpy()
     assert jnp.std(ours) > 0.01
     np.testing.assert_allclose(ours, logits, atol=2e-4, rtol=0)
+    theirs.save_pretrained(tmp_path / "again")
+    weights = (nnx.state(x, nnx.Param) for x in (model, hf.load(tmp_path / "again")))
+    jax.tree.map(np.testing.assert_array_equal, *weights)

@@ -232,7 +232,7 @@ def test_a_trained_head_of_a_tied_model_is_not_dropped(published):
 
 
 def test_a_folder_without_weights_is_refused(tmp_path, config):
-    with pytest.raises(FileNotFoundError, match="neither model.safetensors .*.bin files"):
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors .*.bin can run code"):
         hf.load(tmp_path, config)
 
 
