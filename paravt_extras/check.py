@@ -215,7 +215,7 @@ def _disk(run: Run, run_folder: RunFolder) -> str:
     if run_folder.shown != str(run_folder.folder):
         return "a bucket"
     kept = KEEP + 2
-    phases = sum(phase is not None for phase in (run.sft, run.rl))
+    phases = sum(phase is not None for phase in (run.align, run.sft, run.rl))
     needed = phases * kept * state_bytes(run) + model_bytes(run)
     there = sum(file.stat().st_size for file in run_folder.folder.rglob("*") if file.is_file())
     existing = next(x for x in (run_folder.folder, *run_folder.folder.parents) if x.exists())

@@ -270,14 +270,7 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
     assert "paravt_tiny: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("frames", 0),
-        ("media", ""),
-        ("folder", ""),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [("frames", 0), ("media", ""), ("folder", "")])
 def test_settings_that_cannot_work_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=f"data.{field}: "):
         DataSettings(**{field: value})

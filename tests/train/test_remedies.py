@@ -108,7 +108,6 @@ CASES = {
     "another run": (TINY, other_run, {"--run-dir": "new"}),
     "damaged run": (TINY, damaged_run, {"--run-dir": "new"}),
     "no run": (TINY | {"--run-dir": "model"}, None, {"--run-dir": "new"}),
-    "a file": (TINY | {"--run-dir": "mine.jsonl"}, None, {"--run-dir": "new"}),
     "below a file": (TINY | {"--run-dir": "mine.jsonl/run"}, None, {"--run-dir": "new"}),
     "full disk": (TINY | {"--run-dir": "full/run"}, None, {"--run-dir": "new"}),
 }
