@@ -103,9 +103,9 @@ def test_threads_share_an_assistant(assistant, small_world):
         return assistant.ask(video, text, EpisodeSettings(4, 0.7)).trajectory.ids.tolist()
 
     seconds = range(4)
+    alone = [ask(second) for second in seconds]
     with ThreadPoolExecutor(len(seconds)) as threads:
-        together = list(threads.map(ask, seconds))
-    assert together == [ask(second) for second in seconds]
+        assert list(threads.map(ask, seconds)) == alone
 
 
 def test_a_stopped_answer_keeps_what_was_written(assistant, small_world, monkeypatch):
