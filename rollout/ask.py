@@ -248,6 +248,9 @@ def question_about(
     """Return a question about a video file. Arguments and errors are those of `Assistant.ask`."""
     if not question.strip():
         raise ValueError("question: it is empty; ask something about the video")
+    "".join(
+        (question, *options)
+    ).encode()  # raises UnicodeEncodeError where the locale is not UTF-8
     if isinstance(options, str) or (options and len(set(options)) < max(2, len(options))):
         raise ValueError(f"options: {options!r}; give at least two different texts, or none")
     kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
@@ -368,6 +371,8 @@ def _in_words(error: Exception) -> str:
     """Return the message of an error. A field that it begins with is named as its flag."""
     if isinstance(error, VideoError):
         return f"--video {error}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error}; give the command in a locale of UTF-8, such as LC_ALL=C.UTF-8"
     flags = {"episode.": "--", "protocol.turn_tokens": "--turn-tokens", "options": "--option"}
     return re.sub(f"^({'|'.join(flags)})", lambda field: flags[field[0]], str(error))
 

@@ -254,6 +254,7 @@ def test_mistakes_are_one_line_each(command, tmp_path):
         (("--turn-tokens", "0"), "--turn-tokens: 0; give"),
         (("--option", "four"), "--option: .*four.*; give"),
         (("--option", "four " * 999), "question: .* tokens .* 512 fit, ask in fewer"),
+        (("--option", "\udcc3"), "'utf-8' .*; give .* locale"),
         (("--subtitles", f"{tmp_path}/no.srt"), "--subtitles .*no.srt: no such file; give"),
         (
             ("--subtitles", str(tmp_path / "talk.srt"), "--dispatch=none"),
