@@ -248,9 +248,8 @@ def question_about(
     """Return a question about a video file. Arguments and errors are those of `Assistant.ask`."""
     if not question.strip():
         raise ValueError("question: it is empty; ask something about the video")
-    "".join(
-        (question, *options)
-    ).encode()  # raises UnicodeEncodeError where the locale is not UTF-8
+    # Fails if they come from a command line in a locale other than UTF-8.
+    "".join((question, *options)).encode()
     if isinstance(options, str) or (options and len(set(options)) < max(2, len(options))):
         raise ValueError(f"options: {options!r}; give at least two different texts, or none")
     kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
