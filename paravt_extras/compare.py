@@ -93,11 +93,11 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
 
 def _played(folder: pathlib.Path) -> dict[str, Line]:
     """Return the lines of the questions that were played, by all that makes a question the same."""
-    lines = latest(read_lines(folder)).values()
+    contents = set(read_json(folder / "config.json")["questions"])
     return {
         json.dumps([line[field] for field in ("id", "video", "kind", "question")]): line
-        for line in lines
-        if "left_out" not in line
+        for content, line in latest(read_lines(folder)).items()
+        if content in contents and "left_out" not in line
     }
 
 

@@ -115,8 +115,7 @@ def _run_lines(name: str, summaries: Sequence[Line | None]) -> list[list[str]]:
 
 def _is_asked(summary: Line) -> bool:
     """Return whether every question of a split was asked; with `--limit`, some were not."""
-    left_out = sum(cause["questions"] for cause in summary["left_out"].values())
-    return summary["n"] + left_out >= summary["questions"]
+    return summary["n"] + len(summary["left_out"]) >= summary["questions"]
 
 
 def _per_cent(summary: Line | None) -> float | None:

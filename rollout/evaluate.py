@@ -20,6 +20,7 @@ from paravt_jax.processes import cluster
 from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
+from rollout.evaluation.summary import has_failed
 
 _PROG = "python -m rollout.evaluate"
 _LESS_MEMORY = "lower --episodes, use --dtype bfloat16, or --tensor over more devices"
@@ -50,31 +51,16 @@ def _evaluate(argv: Sequence[str]) -> int:
     if cluster.is_named() or not settings.endpoint:
         # Before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect()
-    summary = evaluate(settings)
-    return 0 if summary["n"] else 1  # 1: no question could be played
+    return 1 if has_failed(evaluate(settings)) else 0
 
 
 def _other_uses(argv: Sequence[str]) -> int:
     """Print what `--compare` or `--table` says of finished runs."""
-    parser = argparse.ArgumentParser(prog=_PROG)
+    parser = argparse.ArgumentParser(prog=_PROG, epilog=_MODES)
     use = parser.add_mutually_exclusive_group(required=True)
-    use.add_argument(
-        "--compare",
-        nargs=2,
-        type=pathlib.Path,
-        metavar=("A", "B"),
-        help="compare two runs of one split, question by question",
-    )
-    use.add_argument(
-        "--table",
-        nargs="+",
-        type=pathlib.Path,
-        metavar="RUN",
-        help="show runs below the paper's table 1",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="with --compare: print JSON, with all ids that differ"
-    )
+    use.add_argument("--compare", nargs=2, type=pathlib.Path, metavar=("A", "B"))
+    use.add_argument("--table", nargs="+", type=pathlib.Path, metavar="RUN")
+    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(argv)
     if asked.json and asked.table:
         parser.error("--json: belongs to --compare; each run of --table has a summary.json")

@@ -31,17 +31,7 @@ _LETTER = r"\s*(?:\(([A-Za-z])\)|([A-Za-z])[.):])"
 _OPTION = re.compile(_LETTER + r"\s*(.*)", re.DOTALL)
 _LINE = re.compile(_LETTER + r"[ \t]*(.*)")
 _BARE_LETTER = re.compile(r"\(?[A-Z][.)]?")
-_PATH_RULE = "give a path relative to the folder of videos, without '..'"
 _SPAN_RULE = "give a span of seconds, start before end: [12.5, 20]"
-# What a column holds that is not just a text.
-_RULES = {
-    "video": _PATH_RULE,
-    "options": 'give a JSON list of 2 to 26 texts: ["a car", "a boat"]',
-    "kind": "give mcq, oe or tvg, or leave it out",
-    "subtitles": _PATH_RULE,
-    "evidence": _SPAN_RULE,
-    "answer": _SPAN_RULE,
-}
 # Names that are less alike than this are no misspellings.
 _ALIKE = 0.75
 
@@ -62,15 +52,11 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def _as_cell(value: Any) -> str:
-    """Return a value of JSON as a table has it."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _below(path: str) -> str:
+def below(path: str) -> str:
+    """Return a path in its shortest form. Raises ValueError if it leaves the folder of videos."""
     name = pathlib.PurePosixPath(path)
-    if name.is_absolute() or ".." in name.parts or not name.parts:
-        raise ValueError(_PATH_RULE)
+    if name.is_absolute() or ".." in name.parts or not name.parts or "\\" in path:
+        raise ValueError("give a path below the folder of videos, with / and without '..'")
     # All questions about a video have one name of it.
     return str(name)
 
@@ -91,17 +77,18 @@ def _distinct(options: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _Text = Annotated[str, pydantic.StringConstraints(strip_whitespace=True, min_length=1)]
-_Cell = Annotated[
-    str, pydantic.StringConstraints(strip_whitespace=True), pydantic.BeforeValidator(_as_cell)
-]
-_Path = Annotated[_Text, pydantic.AfterValidator(_below)]
+_Path = Annotated[_Text, pydantic.AfterValidator(below)]
 _Seconds = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False)]
 Span = Annotated[
     tuple[_Seconds, _Seconds], pydantic.BeforeValidator(_parsed), pydantic.AfterValidator(_rising)
 ]
 _Options = Annotated[
     tuple[_Text, ...],
-    pydantic.Field(min_length=2, max_length=len(string.ascii_uppercase)),
+    pydantic.Field(
+        min_length=2,
+        max_length=len(string.ascii_uppercase),
+        description='give a JSON list of 2 to 26 texts: ["a car", "a boat"]',
+    ),
     pydantic.BeforeValidator(_parsed),
     pydantic.AfterValidator(_distinct),
 ]
@@ -111,17 +98,16 @@ _SPAN = pydantic.TypeAdapter(Span)
 class _Columns(pydantic.BaseModel):
     """The columns of a line. Those that others are checked against come first."""
 
-    model_config = pydantic.ConfigDict(extra="allow", coerce_numbers_to_str=True)
+    model_config = pydantic.ConfigDict(coerce_numbers_to_str=True)
 
-    __pydantic_extra__: dict[str, _Cell]
     video: _Path
     question: _Text
     id: _Text | None = None
     options: _Options = ()
     kind: QuestionKind | None = pydantic.Field(None, validate_default=True)
     subtitles: _Path | None = None
-    evidence: Span | None = None
-    answer: Any
+    evidence: Span | None = pydantic.Field(None, description=_SPAN_RULE)
+    answer: Any = pydantic.Field(description=_SPAN_RULE)
 
     @pydantic.field_validator("kind")
     @classmethod
@@ -144,9 +130,8 @@ class _Columns(pydantic.BaseModel):
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             raise ValueError("it is a text: write it in quotes")
         text = str(answer).strip()
-        if not text:
-            raise ValueError("it is required: fill it in")
         letters = string.ascii_uppercase[: len(info.data.get("options") or ())]
+        text = text.upper() if letters else text
         if letters and text not in tuple(letters):
             raise ValueError(f"the letter of the right option: give one from A to {letters[-1]}")
         if kind is None and _BARE_LETTER.fullmatch(text):
@@ -192,14 +177,11 @@ def read_columns(
     text = read_text(path, _MOST_BYTES)
     # Questions about the same video share one tuple.
     read_subtitles = functools.cache(functools.partial(_subtitles, pathlib.Path(videos)))
-    questions: dict[str, tuple[Question, dict[str, str]]] = {}
+    questions: list[tuple[Question, dict[str, str]]] = []
     place = "line 0"
     try:
         for place, columns in read_lines(text):
-            question, others = _question(columns, place, read_subtitles)
-            if question.id in questions:
-                raise _bad("id", question.id, "another question has the same id: change one")
-            questions[question.id] = question, others
+            questions.append(_question(columns, place, read_subtitles))
     except ValueError as error:
         raise ValueError(f"{path}, {place}: {error}") from error
     except csv.Error as error:
@@ -207,7 +189,8 @@ def read_columns(
         raise ValueError(f"{path}, after {place}: not CSV ({error}); correct it") from error
     if not questions:
         raise ValueError(f"questions: {path}; it has no questions: write one per line")
-    return [*questions.values()]
+    require_unique_ids([question for question, _ in questions])
+    return questions
 
 
 def require_unique_ids(questions: Sequence[Question]) -> None:
@@ -236,7 +219,9 @@ def _csv_lines(text: str) -> Iterator[tuple[str, Any]]:
         # DictReader puts cells without a column under None, and None into columns without a cell.
         if None in cells or None in cells.values():
             yield place, delimiter.join(map(str, cells.values()))
-        yield place, {name.strip(): cell for name, cell in cells.items() if cell.strip()}
+        # Spreadsheets write rows without any cell at the end.
+        if any(map(str.strip, cells.values())):
+            yield place, {name.strip(): cell for name, cell in cells.items()}
 
 
 def _json_lines(text: str) -> Iterator[tuple[str, Any]]:
@@ -260,17 +245,20 @@ def _question(
     if not isinstance(columns, dict):
         rule = "it is no JSON object, or its cells are not those of the header: correct it"
         raise _bad("line", columns, rule)
-    columns = {name: value for name, value in columns.items() if value is not None}
-    for name in columns.keys() - _Columns.model_fields.keys():
-        if known := _misspelled(name):
-            raise _bad(name, columns[name], f"rename the column to {known}, or to another word")
+    columns = {k: v for k, v in columns.items() if v is not None and str(v).strip()}
+    known = _Columns.model_fields
+    own = {name: str(value) for name, value in columns.items() if name not in known}
+    for name, value in own.items():
+        for meant in difflib.get_close_matches(name.lower(), known, 1, _ALIKE):
+            if abs(len(name) - len(meant)) < 2:
+                raise _bad(name, value, f"rename the column to {meant}, or to another word")
     try:
         read = _Columns.model_validate(columns)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
-        rule = _RULES.get(field, "give a text")
-        if field not in columns or columns[field] == "":
+        rule = known[field].description or f"{first['msg']}: correct it"
+        if field not in columns:
             rule = "it is required: fill it in"
         elif first["type"] == "value_error":
             rule = first["msg"].removeprefix("Value error, ")
@@ -285,14 +273,7 @@ def _question(
         subtitles=read_subtitles(read.subtitles) if read.subtitles else (),
         evidence=read.evidence,
     )
-    return question, {name: cell for name, cell in (read.model_extra or {}).items() if cell}
-
-
-@functools.cache
-def _misspelled(name: str) -> str:
-    """Return the known column that the name of another one is meant for; "" if it is not."""
-    alike = difflib.get_close_matches(name.lower(), _Columns.model_fields, 1, _ALIKE)
-    return next((known for known in alike if abs(len(known) - len(name)) < 2), "")
+    return question, own
 
 
 def _subtitles(root: pathlib.Path, path: str) -> tuple[Subtitle, ...]:

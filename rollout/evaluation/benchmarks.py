@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import math
-import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from paravt_jax.data.question_files import split_options, without_letters
+from paravt_jax.data.question_files import below, split_options, without_letters
 from paravt_jax.data.sources import MEDIA_PATTERNS
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.files import Record, read_records
@@ -43,6 +43,17 @@ class Item:
     """Tasks that the question belongs to, if the benchmark names any."""
     subtitles: str = ""
     """Path of an .srt file, relative like `Question.video`; "" for none."""
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Columns of your own in a file of questions, by name."""
+
+    @functools.cached_property
+    def content(self) -> str:
+        """Hash of what is asked: the question with all its fields, and the name of its subtitles.
+
+        An answer counts as long as this does not change.
+        """
+        fields = [dataclasses.asdict(self.question), self.subtitles]
+        return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
 
 Reader = Callable[[Record], Item]
@@ -119,14 +130,6 @@ def tasks_of(record: Mapping[str, Any], field: str) -> tuple[str, ...]:
     return (task,) if task else ()
 
 
-def path_of(text: str) -> str:
-    """Check that a path stays below the root of the videos."""
-    path = pathlib.PurePosixPath(text)
-    if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise BrokenRecord(f"video {text!r}: not a path below the root of the videos")
-    return str(path)
-
-
 def options_of(options: Any) -> tuple[str, ...]:
     """Read a list of options, without unused ones at its end (None, "" and "N/A") and letters.
 
@@ -160,7 +163,7 @@ def choice(id: str, video: str, text: str, options: Sequence[str], answer: Any) 
     if type(index) is not int or not 0 <= index < (len(options) or 26):
         raise BrokenRecord(f"answer {answer!r}: not the letter or the index of an option")
     letter = chr(ord("A") + index)
-    return Question(id, path_of(video), text, QuestionKind.MULTIPLE_CHOICE, letter, tuple(options))
+    return Question(id, below(video), text, QuestionKind.MULTIPLE_CHOICE, letter, tuple(options))
 
 
 # --- the benchmarks, each with its reader ---
@@ -192,7 +195,7 @@ def _read_videomme(record: Record) -> Item:
     media=BENCHMARKS["videomme"].media,
 )
 def _read_videomme_with_subtitles(record: Record) -> Item:
-    subtitles = path_of(f"subtitle/{text_of(record, 'videoID')}.srt")
+    subtitles = below(f"subtitle/{text_of(record, 'videoID')}.srt")
     return dataclasses.replace(_read_videomme(record), subtitles=subtitles)
 
 
@@ -253,7 +256,7 @@ def _read_mmvu(record: Record) -> Item:
     kind = text_of(record, "question_type")
     if kind == "open-ended":
         answer = text_of(record, "answer")
-        question = Question(id, path_of(video), text, QuestionKind.OPEN_ENDED, answer)
+        question = Question(id, below(video), text, QuestionKind.OPEN_ENDED, answer)
     elif kind == "multiple-choice":
         options = options_of([(record.get("choices") or {}).get(letter) for letter in "ABCDE"])
         question = choice(id, video, text, options, record.get("answer"))
@@ -283,7 +286,7 @@ def _read_charades(record: Record) -> Item:
     span = f"[{first:g}, {last:g}]"  # as a model writes it
     question = Question(
         id=f"{video}/{span}/{caption}",
-        video=path_of(f"Charades_v1_480/{video}"),
+        video=below(f"Charades_v1_480/{video}"),
         text=f"When does this happen in the video: {caption.rstrip('.')}?",
         kind=QuestionKind.TEMPORAL_GROUNDING,
         answer=span,
@@ -347,8 +350,9 @@ def load(name: str, source: str) -> Loaded:
     for number, record in enumerate(records):
         try:
             item = benchmark.read(record)
-        # AttributeError, TypeError: a field has another type than the published ones.
-        except (BrokenRecord, AttributeError, TypeError) as reason:
+        # ValueError: a broken record, or a path outside of the videos. AttributeError, TypeError: a
+        # field has another type than the published ones.
+        except (ValueError, AttributeError, TypeError) as reason:
             broken[str(number)] = str(reason)
             continue
         id = item.question.id
@@ -364,12 +368,3 @@ def load(name: str, source: str) -> Loaded:
             f"check that it is {benchmark.source}"
         )
     return Loaded(tuple(items), broken)
-
-
-def questions_hash(items: Iterable[Item]) -> str:
-    """Hash questions with all their fields, and the names of their subtitles."""
-    total = hashlib.blake2b(digest_size=16)
-    for item in items:
-        fields = [dataclasses.asdict(item.question), item.subtitles]
-        total.update(json.dumps(fields).encode())
-    return total.hexdigest()

@@ -79,9 +79,11 @@ class VideoFolder:
 
     Args:
         root: the folder, or a file in it.
+        exact: whether a file is found only at the path that is asked for.
     """
 
-    def __init__(self, root: str | os.PathLike):
+    def __init__(self, root: str | os.PathLike, exact: bool = False):
+        self._exact = exact
         path = pathlib.Path(root)
         self.root = path.parent if path.is_file() else path
         if not self.root.is_dir():
@@ -98,6 +100,8 @@ class VideoFolder:
         Returns:
             The file's path relative to the root; None if no file matches, or if several do.
         """
+        if self._exact:
+            return path if (self.root / path).is_file() else None
         names = path.split("/")
         for first in range(len(names)):
             tail = "/".join(names[first:])

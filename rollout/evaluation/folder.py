@@ -6,6 +6,7 @@ lines, the last one with an answer counts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -26,8 +27,8 @@ class FolderError(UserError):
     """The folder cannot be used for this evaluation; the message says why and what to do."""
 
 
-class EvaluationFolder:
-    """The folder of an evaluation, open for one process of it. A context manager."""
+class EvaluationFolder(contextlib.AbstractContextManager):
+    """The folder of an evaluation, open for one process of it."""
 
     def __init__(
         self,
@@ -53,32 +54,25 @@ class EvaluationFolder:
         """
         self.path = pathlib.Path(path)
         name = f"questions-{process}.jsonl" if process else "questions.jsonl"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            # One lock per file of lines: two processes must not append to the same one.
-            self._lock = lock(self.path / f".{name}.lock")
-            self._lines = (self.path / name).open("a+b")
-        except OSError as error:
-            raise FolderError(
-                f"--out {self.path} cannot be used: {error}; else name another, writable folder"
-            ) from error
-        try:
+        with contextlib.ExitStack() as files:
+            try:
+                if not process:
+                    _require_evaluation(self.path)
+                self.path.mkdir(parents=True, exist_ok=True)
+                # One lock per file of lines: two processes must not append to the same one.
+                files.enter_context(lock(self.path / f".{name}.lock"))
+                self._lines = files.enter_context((self.path / name).open("a+b"))
+            except OSError as error:
+                raise FolderError(
+                    f"--out {self.path} cannot be used: {error}; else name another, writable folder"
+                ) from error
             if not process:
                 self._claim(identity, details, commit)
             self._cut_off_partial_line()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        self._lines.close()
-        self._lock.close()
-
-    def __enter__(self) -> EvaluationFolder:
-        return self
+            self._files = files.pop_all()
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._files.close()
 
     def append(self, line: Line) -> None:
         """Append a line. It is on disk when this returns."""
@@ -113,6 +107,20 @@ class EvaluationFolder:
         self._lines.truncate(sum(len(line) for line in self._lines if line.endswith(b"\n")))
 
 
+def _require_evaluation(folder: pathlib.Path) -> None:
+    """Raise FolderError if a folder holds files, but no evaluation."""
+    config = folder / "config.json"
+    if config.exists() and "identity" in read_json(config):
+        return
+    # A start that was killed leaves hidden files, an empty file of lines and a temporary file.
+    others = sorted(file.name for file in folder.glob("[!.]*") if os.path.getsize(file))
+    if others and others != ["config.json.tmp"]:
+        raise FolderError(
+            f"--out {folder}: is no folder of an evaluation and holds {', '.join(others[:3])}; "
+            "give a new or empty folder"
+        )
+
+
 def read_lines(folder: pathlib.Path) -> Iterator[Line]:
     """Read the lines of all processes, without transcripts. Those of each process stay in order.
 
@@ -126,7 +134,7 @@ def read_lines(folder: pathlib.Path) -> Iterator[Line]:
                     continue
                 try:
                     line = json.loads(text)
-                    _ = line["id"]
+                    _ = line["content"]
                 except (ValueError, LookupError, TypeError) as error:
                     raise FolderError(
                         f"{file}, line {number}: is damaged; delete the line, and the command "
@@ -136,22 +144,17 @@ def read_lines(folder: pathlib.Path) -> Iterator[Line]:
 
 
 def latest(lines: Iterable[Line]) -> dict[str, Line]:
-    """Return the line of each question that counts, by question id.
+    """Return the line of each question that counts, by the hash of what was asked.
 
     It is the last one. But a question that one process left out may have been played by another one
     since, whose file comes first, so an answer counts in any case.
     """
     counting: dict[str, Line] = {}
     for line in lines:
-        known = counting.get(line["id"])
+        known = counting.get(line["content"])
         if known is None or "left_out" not in line or "left_out" in known:
-            counting[line["id"]] = line
+            counting[line["content"]] = line
     return counting
-
-
-def answered(folder: pathlib.Path) -> set[str]:
-    """Return the ids of the questions that were played."""
-    return {id for id, line in latest(read_lines(folder)).items() if "left_out" not in line}
 
 
 def read_json(file: pathlib.Path) -> Line:
@@ -164,7 +167,7 @@ def read_json(file: pathlib.Path) -> Line:
         ) from error
     except ValueError as error:
         raise FolderError(
-            f"{file}: is damaged ({error}); delete its folder and evaluate again"
+            f"{file}: is damaged ({error}); evaluate again in another folder"
         ) from error
 
 

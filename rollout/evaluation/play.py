@@ -53,8 +53,8 @@ class LeftOut:
 
     question: Question
     cause: str
-    """`missing` (no video file), `unreadable`, `broken` (its subtitles),
-    `too_long`, or `refused` or `failed` (by the endpoint)."""
+    """`missing` (no video file), `unreadable`, `broken` (its subtitles, or the span that is its
+    answer), `too_long`, or `refused` or `failed` (by the endpoint)."""
     reason: str
     """What happened, for people."""
 

@@ -11,7 +11,7 @@ import dataclasses
 import pathlib
 import statistics
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import jax
@@ -20,26 +20,20 @@ from tqdm import tqdm
 from models.compilation import use_cache
 from models.peft_folder import base_folder
 from models.weights.folder import require_readable, weights_hash
-from paravt_jax.data.question_files import read_questions, require_unique_ids
+from paravt_jax.data.question_files import read_columns, require_unique_ids
+from paravt_jax.data.stored import write_atomically
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.endpoint import EndpointSampler, ServerWatch
-from rollout.evaluation.benchmarks import BENCHMARKS, Item, Loaded, load, questions_hash
+from rollout.evaluation.benchmarks import BENCHMARKS, Item, Loaded, load
 from rollout.evaluation.files import VideoFolder
-from rollout.evaluation.folder import (
-    EvaluationFolder,
-    Line,
-    answered,
-    commit,
-    read_json,
-    read_lines,
-)
+from rollout.evaluation.folder import EvaluationFolder, Line, commit, latest, read_json, read_lines
 from rollout.evaluation.players import Setup, load_player, make_setup, open_reader
 from rollout.evaluation.replicas import Devices, Queue, device_groups, play_all, units_of
 from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.split import SplitPlayer
-from rollout.evaluation.summary import report, summarise
+from rollout.evaluation.summary import report, summarise, table_of
 
 
 def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None = None) -> Line:
@@ -66,13 +60,18 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
     loaded = setup.loaded
     # Hosts share units by their numbers, and `episodes` bounds the size of a unit.
     same = identity | {name: getattr(settings, name) for name in ("limit", "episodes")}
+    same["data"] = [item.content for item in loaded.items]
     for name, value in same.items():
         hosts.require_same(f"--{name.replace('_', '-')}", value)
     with contextlib.ExitStack() as stack:
         folder = _open(setup, identity, stack)
         # Try questions again that were left out: their videos may have been added since.
-        done = hosts.from_first(lambda: answered(folder.path))
-        items = [item for item in loaded.items[: settings.limit] if item.question.id not in done]
+        done = hosts.from_first(lambda: _answered(folder))
+        items = [item for item in loaded.items[: settings.limit] if item.content not in done]
+        if done and hosts.is_first():
+            kept = sum(item.content in done for item in loaded.items)
+            gone = f"{len(done) - kept} answers to questions that have changed or are gone"
+            print(f"kept: {kept} answers, not {gone}; asked: {len(items)}", file=sys.stderr)
         if items:
             if not settings.endpoint:
                 use_cache(folder.path)
@@ -90,10 +89,8 @@ def _prepare(
     """Find the questions, the videos and the model. Returns the identity of the evaluation, too."""
     loaded, videos = _load(settings, questions)
     setup = make_setup(settings, loaded, videos)
-    identity = settings.identity() | {
-        "weights": None,  # an endpoint does not reveal its weights
-        "questions": questions_hash(loaded.items),
-    }
+    # An endpoint does not reveal its weights.
+    identity = settings.identity() | {"weights": None}
     if settings.endpoint:
         # Limits count tokens. With the engine, the hash of the model covers its tokenizer.
         identity["tokenizer"] = setup.protocol.vocabulary.digest
@@ -109,7 +106,8 @@ def _open(setup: Setup, identity: Line, stack: contextlib.ExitStack) -> Evaluati
     """Open the folder on all hosts, which must see the same one. `stack` closes it."""
     settings = setup.settings
     out = _out(settings)
-    details = {"settings": dataclasses.asdict(settings)}
+    contents = [item.content for item in setup.loaded.items]
+    details = {"settings": dataclasses.asdict(settings), "questions": contents}
 
     def open_own() -> EvaluationFolder:
         process = hosts.process_index()
@@ -120,11 +118,27 @@ def _open(setup: Setup, identity: Line, stack: contextlib.ExitStack) -> Evaluati
     return hosts.on_all(lambda: folder or open_own())
 
 
+def _answered(folder: EvaluationFolder) -> set[str]:
+    """Return what was asked in the questions that were played."""
+    return {key for key, line in latest(read_lines(folder.path)).items() if "left_out" not in line}
+
+
 def _summarise(folder: EvaluationFolder, loaded: Loaded) -> Line:
-    """Write summary.json."""
+    """Write summary.json and questions.csv, of the questions as they are now."""
+    written = list(read_lines(folder.path))
+    known = latest(written)
+    lines = [
+        known[item.content] | {"columns": item.columns}
+        for item in loaded.items
+        if item.content in known
+    ]
     config = read_json(folder.path / "config.json")
-    summary = summarise(config, list(read_lines(folder.path)), len(loaded.items), loaded.broken)
+    del config["questions"]
+    # Of all lines: replies count, also if their question was asked again.
+    servers = sum((Counter(line.get("servers")) for line in written), Counter())
+    summary = summarise(config, lines, len(loaded.items), loaded.broken) | {"servers": servers}
     folder.write("summary.json", summary)
+    write_atomically(folder.path / "questions.csv", table_of(lines))
     return summary
 
 
@@ -145,14 +159,15 @@ def _load(
     if settings.benchmark:
         loaded = load(settings.benchmark, settings.data)
         return loaded, VideoFolder(settings.data)
-    videos = VideoFolder(settings.data)
+    videos = VideoFolder(settings.data, exact=True)
     if questions is None:
         if not pathlib.Path(settings.data).is_file():
             raise ValueError(
                 f"--benchmark is missing, and --data {settings.data!r} is no file of questions; "
                 f"give one of {', '.join(BENCHMARKS)}, or a file"
             )
-        questions = read_questions(settings.data, videos.root)
+        table = read_columns(settings.data, videos.root)
+        return Loaded(tuple(Item(question, columns=own) for question, own in table), {}), videos
     require_unique_ids(questions)
     return Loaded(tuple(Item(question) for question in questions), {}), videos
 
@@ -233,15 +248,17 @@ def _play_split(
         watch = ServerWatch(settings.endpoint[0] if settings.endpoint else "", proven)
 
         def play_items() -> None:
-            scores: list[float] = []
+            # A mean over several kinds would be meaningless.
+            scores: dict[str, list[float]] = defaultdict(list)
             lines = stack.enter_context(contextlib.closing(play_all(players, groups, queue)))
             for done, line in enumerate(lines, 1):
                 reports = [server.client.report() for server in servers]
                 folder.append(line | {"servers": sum(reports, Counter())})
                 if "left_out" not in line:
-                    scores.append(line["score"])
-                mean = {"score": 100 * statistics.fmean(scores)} if scores else {}
-                bar.set_postfix(mean | {"left out": done - len(scores)}, refresh=False)
+                    scores[line["kind"]].append(line["score"])
+                means = {kind: 100 * statistics.fmean(known) for kind, known in scores.items()}
+                left_out = done - sum(map(len, scores.values()))
+                bar.set_postfix(means | {"left out": left_out}, refresh=False)
                 bar.update()
                 watch.add(line)
 

@@ -7,12 +7,12 @@ error before anything is loaded.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from models.features import FrameSettings
-from paravt_jax.checks import require_at_least
 from paravt_jax.data.any_path import require_local
 from paravt_jax.method.judge import JudgeSettings, ServerSettings
 from paravt_jax.method.protocol import ProtocolSettings
@@ -71,7 +71,12 @@ class BenchmarkSettings:
     protocol: ProtocolSettings = ProtocolSettings()
 
     def __post_init__(self):
-        require_at_least("evaluate", self, 1, "limit", "episodes", "tensor")
+        minimum = {"limit": 1, "episodes": 1, "tensor": 1, "k": 0, "temperature": 0, "seed": 0}
+        for field, least in minimum.items():
+            value = getattr(self, field)
+            if value is not None and not least <= value < math.inf:
+                flag = "frames" if field == "k" else field
+                raise ValueError(f"--{flag} {value}: give a finite number, {least} or more")
         require_local("--out", self.out)
         if self.benchmark not in ("", *BENCHMARKS):
             raise ValueError(

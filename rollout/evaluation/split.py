@@ -16,11 +16,11 @@ from typing import Any
 
 from paravt_jax.data.foreign import ForeignFileError, read_srt
 from paravt_jax.data.frames import VideoError, join
-from paravt_jax.method.accuracy import Rules
+from paravt_jax.method.accuracy import Rules, read_range
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.parsing import BLOCKS, extract_answer, find_calls, first_think
 from paravt_jax.method.protocol import Protocol
-from paravt_jax.method.records import Episode, Question, Subtitle, Turn
+from paravt_jax.method.records import Episode, Question, QuestionKind, Subtitle, Turn
 from paravt_jax.method.wording import SUBTITLED, fill
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
@@ -40,6 +40,7 @@ from rollout.evaluation.settings import SUBTITLE_TOKENS, BenchmarkSettings
 
 _SUBTITLE_HEADING = 16  # tokens allowed for the line above the subtitles
 _LINE_BREAK = 2  # tokens allowed for the end of a line: joined text may split differently there
+_ROUNDING = 1.0  # seconds by which a span may end after its video: players show whole seconds
 
 
 # Models that were not trained on the tags also write <ANSWER> or < answer >.
@@ -98,18 +99,27 @@ class SplitPlayer:
             last = now
 
     async def _play(self, item: Item) -> Episode | LeftOut:
-        question = self._prepared(item)
+        question = await self._prepared(item)
         if isinstance(question, LeftOut):
             return question
         return await play_question(self.environment, question, self._setting, self._settings.seed)
 
-    def _prepared(self, item: Item) -> Question | LeftOut:
-        """Return the question with subtitles in its text, and with the path of its video's file."""
+    async def _prepared(self, item: Item) -> Question | LeftOut:
+        """Return the question with subtitles in its text, and with the path of its video's file.
+
+        Benchmarks are scored as they are published. A question of your own is left out if no answer
+        can find its span, because it is outside the video.
+        """
         try:
             question = self._with_subtitles(item)
         except (OSError, VideoError, ForeignFileError) as error:
             return LeftOut(item.question, "broken", f"its subtitles: {error}")
-        length, room = self._length(question), self._room(question)
+        protocol = self.environment.protocol
+        system = protocol.encode(protocol.system(self._setting.dispatch != "none"))
+        length = len(system) + len(protocol.question(question).ids)
+        room = protocol.settings.text_tokens
+        if question.id in self._shown:
+            room += SUBTITLE_TOKENS
         if length > room:
             reason = f"system turn and question have {length} tokens, and there is room for {room}"
             return LeftOut(question, "too_long", reason)
@@ -118,7 +128,20 @@ class SplitPlayer:
         path = self._videos.find(question.video)
         if path is None:
             return LeftOut(question, "missing", f"no file {question.video} below --data")
-        return dataclasses.replace(question, video=path)
+        question = dataclasses.replace(question, video=path)
+        if self._settings.benchmark or question.kind is not QuestionKind.TEMPORAL_GROUNDING:
+            return question
+        features = self.environment.features
+        try:
+            await features.request_overview(path, self._settings.k)
+            duration = features.info(path).duration
+        except VideoError as error:
+            return LeftOut(question, "unreadable", error.reason)
+        start, end = read_range(question.answer) or (0.0, 0.0)
+        if start < duration and end <= duration + _ROUNDING:
+            return question
+        reason = f"its answer is {question.answer}, and its video ends at {duration:.1f} s"
+        return LeftOut(question, "broken", reason)
 
     def _with_subtitles(self, item: Item) -> Question:
         """Return the question with as many subtitles in its text as there is room for.
@@ -138,23 +161,14 @@ class SplitPlayer:
         text = subtitled_text(shown, question.text)
         return dataclasses.replace(question, subtitles=tuple(entries), text=text)
 
-    def _length(self, question: Question) -> int:
-        """Return the number of tokens of system turn and question."""
-        protocol = self.environment.protocol
-        system = protocol.system(self._setting.dispatch != "none")
-        return len(protocol.encode(system)) + len(protocol.question(question).ids)
-
-    def _room(self, question: Question) -> int:
-        """Return the upper bound on that number."""
-        subtitles = SUBTITLE_TOKENS if question.id in self._shown else 0
-        return self.environment.protocol.settings.text_tokens + subtitles
-
     def _line(self, item: Item, outcome: Played | LeftOut) -> Line:
         video = item.question.video
         subtitles = self._shown.pop(item.question.id, None)
         about: Line = {
             "id": item.question.id,
+            "content": item.content,
             "video": video,
+            "kind": str(item.question.kind),
             "duration": item.duration,
             "tasks": list(item.tasks),
         }

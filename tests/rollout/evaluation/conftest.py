@@ -98,7 +98,9 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., SplitP
         settings = BenchmarkSettings(**defaults | fields)
         environment = Environment(Protocol(small_vocabulary, settings.limits(64)), features)
         make.sampler = scripted(turns, report)
-        return SplitPlayer(make.sampler, environment, settings, VideoFolder(videos))
+        return SplitPlayer(
+            make.sampler, environment, settings, VideoFolder(videos, not settings.benchmark)
+        )
 
     return make
 

@@ -11,6 +11,8 @@ from rollout.evaluation.summary import summarise
 def line(id, score, video="v", **fields):
     return {
         "id": id,
+        "content": id,
+        "columns": {},
         "video": video,
         "score": score,
         "read": "B",
@@ -34,7 +36,7 @@ def line(id, score, video="v", **fields):
 
 def left_out(id, video, cause="missing"):
     reason = {"left_out": cause, "reason": "no file"}
-    return {"id": id, "video": video, "duration": "", "tasks": [], **reason}
+    return {"id": id, "content": id, "columns": {}, "video": video, **reason}
 
 
 def config(benchmark="videomme", **fields):
@@ -46,7 +48,8 @@ def config(benchmark="videomme", **fields):
 def folder(path, lines, **fields):
     """The folder of a run on a split of six questions."""
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(config(**fields)))
+    contents = [one["content"] for one in lines]
+    (path / "config.json").write_text(json.dumps(config(**fields) | {"questions": contents}))
     (path / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     summary = summarise(config(**fields), lines, 6, {})
     (path / "summary.json").write_text(json.dumps(summary))

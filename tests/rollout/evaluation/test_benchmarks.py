@@ -145,9 +145,9 @@ BROKEN = [
     ("videomme", {"answer": "E"}, "answer 'E'"),
     ("videomme", {"answer": None}, "answer"),
     ("videomme", {"options": ["A. One."]}, "options"),
-    ("videomme", {"videoID": "../../etc/passwd"}, "etc/passwd"),
+    ("videomme", {"videoID": "../../etc/passwd"}, "path below the folder"),
     ("longvideobench", {"correct_choice": 2}, "answer 2"),
-    ("lvbench", {"video_path": "/etc/passwd"}, "etc/passwd"),
+    ("lvbench", {"video_path": "/etc/passwd"}, "path below the folder"),
     ("mlvu", {"answer": "a green car"}, "answer 'a green car'"),
     ("mlvu", {"answer": "a boat", "candidates": ["a boat", "a boat", "x", "y"]}, "several"),
     ("longvideobench", {"option0": "N/A"}, "missing before the last"),
@@ -207,18 +207,13 @@ def test_shards_are_read_in_order(tmp_path):
     assert ids == ["0-0", "0-1", "0-2", "1-0", "1-1", "1-2"]
 
 
-@pytest.mark.parametrize("wrong", [None, [], ["one"], ["one", ""], ["one", None], "one"])
-def test_missing_or_incomplete_options_are_refused(wrong):
-    with pytest.raises(BrokenRecord):
-        options_of(wrong)
-
-
 @pytest.mark.parametrize("unused", [None, "", "N/A"])
 def test_unused_options_are_dropped_only_at_the_end(unused):
     assert options_of(["one", "two", unused, unused]) == ("one", "two")
     # Without the gap, index 2 and letter C would name no option, or another one.
-    with pytest.raises(BrokenRecord, match="missing before the last one"):
-        options_of(["one", unused, "two"])
+    for wrong in (["one", unused, "two"], ["one", unused], ["one"], unused, "one"):
+        with pytest.raises(BrokenRecord):
+            options_of(wrong)
 
 
 def test_videos_are_found_where_archives_put_them(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import pathlib
@@ -35,7 +36,7 @@ def run(checkpoint, split, player, monkeypatch, capfd, tmp_path):
 
     def evaluate(records=None, said=ANSWER, **fields):
         def scripted_player(setup, *_):
-            return player([said])
+            return player([said], benchmark=setup.settings.benchmark)
 
         monkeypatch.setattr(evaluation, "load_player", scripted_player)
         defaults: dict[str, Any] = {
@@ -52,7 +53,8 @@ def run(checkpoint, split, player, monkeypatch, capfd, tmp_path):
 
 def without_run(summary: dict[str, Any]) -> dict[str, Any]:
     """A summary without what may differ between two runs on the same questions."""
-    return {k: v for k, v in summary.items() if k not in ("seconds_per_question", "config")}
+    varying = ("seconds_per_question", "config", "servers")
+    return {k: v for k, v in summary.items() if k not in varying}
 
 
 # --- a run with a scripted sampler ---
@@ -62,17 +64,18 @@ def test_a_run_returns_writes_and_prints_its_summary(run, tmp_path):
     summary, printed = run()
     assert (summary["n"], summary["questions"]) == (3, 6)
     assert summary["accuracy"] == pytest.approx(1 / 3)
-    reason = "no file data/gone.mp4 below --data"
-    assert summary["left_out"]["missing"] == {"questions": 2, "videos": {"data/gone.mp4": reason}}
-    assert list(summary["left_out"]["unreadable"]["videos"]) == ["data/noise.mp4"]
+    causes = {failure["id"]: failure["left_out"] for failure in summary["left_out"]}
+    assert causes == {"3-1": "missing", "3-2": "missing", "4-1": "unreadable"}
+    missing = "2 missing, 1 unreadable, such as 3-1 (data/gone.mp4): no file data/gone.mp4"
+    last = printed.splitlines()[-1]
+    assert last.startswith(f"error: more than 10% of the questions were left out ({missing}")
+    assert str(tmp_path / "out" / "questions.csv") in last
     assert "VideoMME w/o: 33.3 [" in printed
     assert "] on 3 of 6 questions\n" in printed
-    assert "left out, missing: 2 questions, such as data/gone.mp4" in printed
     assert "| 6/6 [" in printed
-    assert "score=33.3" in printed
+    assert "mcq=33.3" in printed
     config = read_json(tmp_path / "out" / "config.json")
-    assert config["identity"]["weights"]
-    assert config["settings"]["k"] == 64
+    assert config["identity"]["weights"] and config["settings"]["k"] == 64
     assert read_json(tmp_path / "out" / "summary.json") == json.loads(json.dumps(summary))
 
 
@@ -84,7 +87,7 @@ def test_a_second_run_plays_only_what_has_no_score(run, tmp_path):
     file.write_bytes(lines + lines[:50])  # killed while writing
     second, printed = run()
     assert second["n"] == 3
-    assert "| 5/5 [" in printed
+    assert "kept: 1 answers, not 0 answers to" in printed and "asked: 5\n" in printed
     assert file.read_bytes().startswith(lines + b"{")
     third, printed = run()
     assert "| 3/3 [" in printed  # questions that were left out are tried again
@@ -108,25 +111,6 @@ def test_another_model_or_setting_needs_another_folder(run, checkpoint, tmp_path
         run(limit=1, model=str(copy))
 
 
-def own_records() -> list[dict[str, Any]]:
-    """Questions on the split's videos: the first has subtitles, the third a video that is noise."""
-    choice = {"question": "How many apples?", "options": ["one", "two"]}
-    first = {"id": "a", "video": "data/w0.mp4", "answer": "B", "subtitles": "subtitle/w0.srt"}
-    return [
-        choice | first,
-        choice | {"id": "b", "video": "data/w1.mp4", "answer": "A"},
-        choice | {"id": "c", "video": "data/noise.mp4", "answer": "A"},
-        choice | {"id": "d", "video": "data/gone.mp4", "answer": "A"},
-        {
-            "id": "e",
-            "video": "data/w1.mp4",
-            "question": "Which letter?",
-            "answer": "B",
-            "kind": "oe",
-        },
-    ]
-
-
 def beside(videos: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """The folder, now with the videos and their subtitles."""
     for name in ("data", "subtitle"):
@@ -134,20 +118,41 @@ def beside(videos: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def test_own_questions_come_from_a_file_or_from_python(run, videos, tmp_path):
-    file = beside(videos, tmp_path) / "my.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in own_records()))
-    summary, printed = run(benchmark="", data=str(file))
-    assert (summary["benchmark"], summary["questions"], summary["n"]) == ("own questions", 5, 3)
-    assert (summary["accuracy"], summary["with_subtitles"]) == (0.5, 1)
-    assert summary["open_ended"]["score"] == 1.0
-    assert summary["left_out"]["missing"]["questions"] == 1
-    assert list(summary["left_out"]["unreadable"]["videos"]) == ["data/noise.mp4"]
-    assert "own questions: 50.0 [" in printed
-    assert "| 5/5 [" in printed
+def test_a_file_of_own_questions_grows_and_is_mended(run, videos, tmp_path):
+    """Answers to unchanged questions are kept, whatever their columns say now."""
+    file = beside(videos, tmp_path) / "my.csv"
+    choice = ('How many apples?,"[""one"", ""two""]"', "B,mcq")
+    a = "a,data/w0.mp4,{},{},subtitle/w0.srt,easy".format(*choice)
+    b = "b,data/w1.mp4,Which letter?,,B,oe,,hard"
+
+    def evaluate(*lines):
+        header = "id,video,question,options,answer,kind,subtitles,level"
+        file.write_text("\n".join([header, *lines]))
+        summary, printed = run(benchmark="", data=str(file))
+        with (tmp_path / "out" / "questions.csv").open(newline="") as table:
+            return summary, printed, list(csv.DictReader(table))
+
+    first, printed, _ = evaluate(a, b)
+    assert (first["accuracy"], first["with_subtitles"]) == (1.0, 1)
+    assert "mcq=100, oe=100, left out=0" in printed
     records = read_questions(file, videos)
     from_python, _ = run(records, benchmark="", data=str(videos), out=str(tmp_path / "python"))
-    assert without_run(from_python) == without_run(summary)
+    assert from_python["open_ended"]["score"] == first["open_ended"]["score"] == 1.0
+    mended = (a.replace("B,mcq", "A,mcq"), b.replace("hard", "easy"))
+    new = ('c,data/w1.mp4,When?,,"[500, 600]",tvg,,', "d,sub/w1.mp4,Who?,,B,oe,,")
+    summary, printed, table = evaluate(*mended, *new)
+    assert "kept: 1 answers, not 1 answers to" in printed and "asked: 3\n" in printed
+    assert summary["open_ended"]["by_column"]["level: easy"]["n"] == 1
+    fields = ("id", "kind", "right", "read", "score", "stop", "left_out", "level")
+    assert [",".join(line[field] for field in fields) for line in table] == [
+        "a,mcq,A,B,0.0,answered,,easy",
+        "b,oe,B,B,1.0,answered,,easy",
+        "c,tvg,,,,,broken,",
+        "d,oe,,,,,missing,",
+    ]
+    assert table[2]["reason"].startswith("its answer is [500, 600], and its video ends at ")
+    gone, _, table = evaluate(b)
+    assert (gone["n"], "accuracy" in gone, len(table)) == (1, False, 1)
 
 
 # --- a run against an endpoint ---
@@ -210,10 +215,9 @@ def test_a_refused_question_is_left_out_and_asked_again_next_time(by_endpoint):
     records = [numbered(number) for number in range(4)]
     summary, printed, _ = by_endpoint(refusing("number 0", "number 2"), records)
     assert (summary["n"], summary["accuracy"]) == (2, 1.0)
-    refused = summary["left_out"]["refused"]
-    (reason,) = refused["videos"].values()
-    assert refused["questions"] == 2 and "content_filter" in reason
-    assert f"left out, refused: 2 questions, such as data/w0.mp4: {reason}" in printed
+    assert [failure["id"] for failure in summary["left_out"]] == ["0", "2"]
+    assert all("content_filter" in failure["reason"] for failure in summary["left_out"])
+    assert "left out: 2 refused, such as 0 (data/w0.mp4): " in printed
     again, _, requests = by_endpoint(refusing(), records)
     # One more, in each start, for the field that the server refuses.
     assert (again["n"], requests) == (4, 2 + 1)
@@ -263,13 +267,13 @@ def call(argv, capfd) -> tuple[int | str | None, str]:
 
 SERVER = ("--endpoint", "http://localhost:1/v1", "m")
 MISTAKES = [
-    (["--model", "nowhere/at/all"], "nowhere/at/all: no such folder"),
+    (["--model", "nowhere/at/all"], "nowhere/at/all: neither a folder"),
     (["--judge", "localhost", "m"], "judge: the address 'localhost' is not the base of an API"),
     (
         ["--protocol.prompt", "reasoning", "--dispatch", "parallel"],
         "--dispatch parallel: no tool is offered",
     ),
-    (["--limit", "0"], "evaluate.limit: 0"),
+    (["--frames", "-1"], "--frames -1: "),
     ([*SERVER, "--dtype", "bfloat16"], "--dtype bfloat16, --tensor 1: the server at"),
     (["--benchmark", "videomm"], "--benchmark videomm: no such split; give one of videomme"),
     (["--data", ""], "--data is missing"),
@@ -345,8 +349,10 @@ def start(checkpoint, data, out, *more) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> None:
+    """Waits for a run of which half the questions are left out."""
     _, printed = process.communicate(timeout=300)
-    assert process.returncode == 0, printed
+    assert process.returncode == 1, printed
+    assert printed.splitlines()[-1].startswith("error: more than 10% of the questions")
 
 
 def kill_after(process: subprocess.Popen, file: pathlib.Path, lines: int) -> bool:
@@ -432,7 +438,7 @@ def test_a_real_clip_is_played(name, more, assets, checkpoint, tmp_path):
     out = tmp_path / "out"
     finish(start(checkpoint, data, out, f"--benchmark={name}", *more))
     summary = read_json(out / "summary.json")
-    assert (summary["n"], summary["left_out"]["missing"]["questions"]) == (1, 1)
+    assert (summary["n"], len(summary["left_out"])) == (1, 1)
     (line,) = [line for line in transcripts(out) if "left_out" not in line]
     assert len(line["overview"]) == 4
     assert line["turns"]

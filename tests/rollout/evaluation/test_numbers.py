@@ -9,7 +9,7 @@ import pytest
 from paravt_extras.compare import compare, comparison_text
 from rollout.evaluate import main
 from rollout.evaluation.folder import FolderError
-from rollout.evaluation.summary import report, summarise
+from rollout.evaluation.summary import MOST_VALUES, has_failed, report, summarise
 from tests.rollout.evaluation.finished import config, folder, left_out, line
 
 # --- summaries ---
@@ -22,7 +22,6 @@ def test_a_summary_has_the_figures_of_its_lines():
         left_out("c", "gone"),
         left_out("d", "gone"),
         left_out("e", "bad", "unreadable"),
-        left_out("b2", "v3"),
         line("b2", 0.5, "v3", read=None, compliant=False, stop="no_answer", tasks=[], spent=5.0),
     ]
     broken = {"7": "answer is missing"}
@@ -40,11 +39,14 @@ def test_a_summary_has_the_figures_of_its_lines():
     }
     assert groups["by_duration"] == {"long": (0.0, 1), "short": (0.75, 2)}
     assert groups["by_task"] == {"t": (0.5, 2), "u": (0.0, 1)}
-    assert summary["left_out"]["missing"] == {"questions": 2, "videos": {"gone": "no file"}}
-    assert summary["left_out"]["unreadable"]["questions"] == 1
+    missing = {"video": "gone", "left_out": "missing", "reason": "no file"}
+    # Each with its reason, though two are about one video.
+    assert summary["left_out"][:2] == [{"id": id} | missing for id in ("c", "d")]
+    assert summary["left_out"][2]["left_out"] == "unreadable"
     assert summary["broken_records"] == broken
+    assert has_failed(summary) and not has_failed(summary | {"n": 27})
     assert "miou" not in summary
-    reordered = [*lines[5:], *lines[:5]]  # as other shards might have written them
+    reordered = [*lines[4:], *lines[:4]]
     assert summary == summarise(config(), reordered, 9, broken)
 
 
@@ -58,7 +60,9 @@ def test_grounding_has_overlap_and_recall():
 
 def test_kinds_are_not_averaged(tmp_path):
     lines = [line("a", 1.0), line("b", 0.5, kind="tvg", read=None), line("c", 0.1, kind="oe")]
-    mixed = summarise(config(), lines, 3, {})
+    mixed = summarise(config(), [one | {"columns": {"level": "easy"}} for one in lines], 3, {})
+    for figures, mean in ((mixed, 1.0), (mixed["grounding"], 0.5), (mixed["open_ended"], 0.1)):
+        assert figures["by_column"]["level: easy"]["score"] == mean
     assert (mixed["accuracy"], mixed["without_answer"]) == (1.0, 0)
     assert (mixed["grounding"]["score"], mixed["open_ended"]["score"]) == (0.5, 0.1)
     assert (mixed["by_task"]["t"]["score"], mixed["by_duration"]["short"]["n"]) == (1.0, 1)
@@ -68,6 +72,14 @@ def test_kinds_are_not_averaged(tmp_path):
     alone = summarise(config(), lines[1:], 2, {})
     assert alone["accuracy"] == 0.5
     assert "grounding" not in alone
+
+
+def test_figures_are_given_by_columns_with_few_values():
+    for values in (MOST_VALUES, MOST_VALUES + 1):
+        lines = [line(str(n), float(n % 2), columns={"of": str(n)}) for n in range(values)]
+        groups = summarise(config(), lines, values, {})["by_column"]
+        expected = {f"of: {n}": n % 2 for n in range(values) if values == MOST_VALUES}
+        assert {name: group["score"] for name, group in groups.items()} == expected
 
 
 # --- comparisons ---

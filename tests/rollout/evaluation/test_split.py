@@ -180,8 +180,4 @@ def test_a_question_that_is_too_long_is_left_out(player):
 )
 def test_the_final_text_is_the_answer_or_what_follows_the_thought(text, answer):
     assert final_text([Turn("<think>\nfirst\n</think>\n<answer>A</answer>"), Turn(text)]) == answer
-    assert final_text([Turn(text, truncated=True)]) is None
-
-
-def test_an_episode_without_turns_has_no_final_text():
-    assert final_text([]) is None
+    assert final_text([Turn(text, truncated=True)]) is final_text([]) is None
