@@ -137,12 +137,12 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, comparison: dict[
     notes = [
         f"- A is {first}, B is {second}. Scores are in per cent; intervals are clustered by video."
     ]
-    for kind, figures in kinds.items():
-        if figures["differing_videos"] < FEW_VIDEOS:
-            notes.append(
-                f"- warning: scores of {KINDS[kind]} differ on {figures['differing_videos']} of "
-                f"{figures['videos']} videos; the interval is only a rough guide"
-            )
+    notes += [
+        f"- warning: scores of {KINDS[kind]} differ on {figures['differing_videos']} of "
+        f"{figures['videos']} videos; the interval is only a rough guide"
+        for kind, figures in kinds.items()
+        if figures["differing_videos"] < FEW_VIDEOS
+    ]
     notes += [f"- {name}: A {a!r}, B {b!r}" for name, (a, b) in comparison["made_with"].items()]
     played = f"{count} questions played by both ({comparison['not_shared']} by only one)"
     lines = [f"{title_of(comparison['benchmark'])}: {played}", ""]

@@ -1,6 +1,8 @@
 """`python -m rollout.evaluate`: evaluates a model on a split or on your own questions.
 
-Other uses compare two finished runs, or show a table of several.
+With --compare A B [--json], it compares two finished runs question by question.
+
+With --table RUN ..., it shows finished runs below table 1 of the paper.
 """
 
 from __future__ import annotations
@@ -24,14 +26,6 @@ from rollout.evaluation.summary import has_failed
 
 _PROG = "python -m rollout.evaluate"
 _LESS_MEMORY = "lower --episodes, use --dtype bfloat16, or --tensor over more devices"
-# Blank lines: the help would join single lines.
-_MODES = "\n\n".join(
-    [
-        f"Splits for --benchmark: {', '.join(BENCHMARKS)}.",
-        f"{_PROG} --compare A B [--json]: compare two finished runs question by question.",
-        f"{_PROG} --table RUN ...: show finished runs below table 1 of the paper.",
-    ]
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(argv: Sequence[str]) -> int:
-    description = f"{__doc__}\n{_MODES}"
+    description = f"{__doc__}\nSplits for --benchmark: {', '.join(BENCHMARKS)}."
     settings = tyro.cli(BenchmarkSettings, args=argv, prog=_PROG, description=description)
     # With a server, hosts join only where that is asked for: joining takes hold of the devices,
     # which the server may be using.
@@ -56,7 +50,7 @@ def _evaluate(argv: Sequence[str]) -> int:
 
 def _other_uses(argv: Sequence[str]) -> int:
     """Print what `--compare` or `--table` says of finished runs."""
-    parser = argparse.ArgumentParser(prog=_PROG, epilog=_MODES)
+    parser = argparse.ArgumentParser(prog=_PROG, description=__doc__)
     use = parser.add_mutually_exclusive_group(required=True)
     use.add_argument("--compare", nargs=2, type=pathlib.Path, metavar=("A", "B"))
     use.add_argument("--table", nargs="+", type=pathlib.Path, metavar="RUN")

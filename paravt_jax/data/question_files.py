@@ -114,9 +114,7 @@ class _Columns(pydantic.BaseModel):
     def _fits_options(cls, kind: QuestionKind | None, info: Any) -> QuestionKind | None:
         has_options = bool(info.data.get("options"))
         if kind is not None and (kind is QuestionKind.MULTIPLE_CHOICE) != has_options:
-            raise ValueError(
-                "mcq has options and the others have none: change the kind or the options"
-            )
+            raise ValueError("mcq has options and other kinds have none: change one of them")
         return QuestionKind.MULTIPLE_CHOICE if has_options else kind
 
     @pydantic.field_validator("answer")
@@ -135,9 +133,7 @@ class _Columns(pydantic.BaseModel):
         if letters and text not in tuple(letters):
             raise ValueError(f"the letter of the right option: give one from A to {letters[-1]}")
         if kind is None and _BARE_LETTER.fullmatch(text):
-            raise ValueError(
-                "a letter, but there are no options: add them, or the kind oe if it has none"
-            )
+            raise ValueError("a letter, but there are no options: add them, or the kind oe")
         return text
 
 
@@ -170,8 +166,7 @@ def read_columns(
     path = pathlib.Path(file)
     read_lines = _READERS.get(path.suffix)
     if read_lines is None:
-        endings = ", ".join(_READERS)
-        raise ValueError(f"questions: {path}; its name ends in none of {endings}: save it as one")
+        raise ValueError(f"questions: {path}; save it as a file of {', '.join(_READERS)}")
     if not path.is_file():
         raise FileNotFoundError(f"questions: {path}; no such file: give a .csv, .jsonl or .json")
     text = read_text(path, _MOST_BYTES)
@@ -201,9 +196,7 @@ def require_unique_ids(questions: Sequence[Question]) -> None:
     counts = collections.Counter(question.id for question in questions)
     for id, count in counts.most_common(1):
         if count > 1:
-            raise ValueError(
-                f"questions: {count} have the id {id!r}; an id names one question: change it"
-            )
+            raise ValueError(f"questions: {count} have the id {id!r}; give each its own")
 
 
 def _csv_lines(text: str) -> Iterator[tuple[str, Any]]:
@@ -227,8 +220,7 @@ def _csv_lines(text: str) -> Iterator[tuple[str, Any]]:
 def _json_lines(text: str) -> Iterator[tuple[str, Any]]:
     records = _parsed(text)
     if isinstance(records, list):
-        for number, record in enumerate(records, 1):
-            yield f"question {number}", record
+        yield from ((f"question {number}", record) for number, record in enumerate(records, 1))
         return
     # splitlines() would also split at characters that JSON allows inside a text (U+2028).
     for number, line in enumerate(text.split("\n"), 1):

@@ -176,13 +176,11 @@ def commit() -> str | None:
 
     None if the code is not in a git checkout.
     """
-    git = ["git", "-C", str(pathlib.Path(__file__).parent)]
     # Without names of tags. Untracked files, such as the results of runs, are not part of the code.
-    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    git = "git describe --always --abbrev=40 --exclude=* --dirty=+".split()
+    here = pathlib.Path(__file__).parent
     try:
-        done = subprocess.run(
-            [*git, *describe], capture_output=True, text=True, timeout=20, check=True
-        )
+        done = subprocess.run(git, cwd=here, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -40,7 +40,6 @@ from rollout.evaluation.settings import SUBTITLE_TOKENS, BenchmarkSettings
 
 _SUBTITLE_HEADING = 16  # tokens allowed for the line above the subtitles
 _LINE_BREAK = 2  # tokens allowed for the end of a line: joined text may split differently there
-_ROUNDING = 1.0  # seconds by which a span may end after its video: players show whole seconds
 
 
 # Models that were not trained on the tags also write <ANSWER> or < answer >.
@@ -138,7 +137,8 @@ class SplitPlayer:
         except VideoError as error:
             return LeftOut(question, "unreadable", error.reason)
         start, end = read_range(question.answer) or (0.0, 0.0)
-        if start < duration and end <= duration + _ROUNDING:
+        # Players show whole seconds.
+        if start < duration and end <= duration + 1:
             return question
         reason = f"its answer is {question.answer}, and its video ends at {duration:.1f} s"
         return LeftOut(question, "broken", reason)

@@ -141,9 +141,9 @@ def report(summary: Line, out: pathlib.Path) -> Iterator[str]:
     for example in summary["left_out"][:1]:
         left_out += ", such as {id} ({video}): {reason}".format_map(example)
         yield f"  left out: {left_out}"
-    for number, reason in list(summary["broken_records"].items())[:1]:
-        count = len(summary["broken_records"])
-        yield f"  broken records: {count}, such as number {number}: {reason}"
+    broken = summary["broken_records"]
+    for number, reason in list(broken.items())[:1]:
+        yield f"  broken records: {len(broken)}, such as number {number}: {reason}"
     yield f"  {out / 'summary.json'}"
     if has_failed(summary):
         yield (
