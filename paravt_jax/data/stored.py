@@ -276,18 +276,6 @@ def write_sums(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
     write_checked_json(folder / SUMS, sums)
 
 
-def read_sums(folder: pathlib.Path) -> Sums | None:
-    """Return the sums of a folder; None if it has none, such as weights of others.
-
-    Raises:
-        DamagedFileError: The file of sums is damaged.
-    """
-    try:
-        return read_checked_json(folder / SUMS, Sums, "the files beside it cannot be verified")
-    except FileNotFoundError:
-        return None
-
-
 def find_damage(folder: pathlib.Path, sums: Sums, names: Sequence[str]) -> list[str]:
     """Return what is wrong with the files of a folder, one text per file; [] if they are sound.
 
@@ -302,11 +290,15 @@ def find_damage(folder: pathlib.Path, sums: Sums, names: Sequence[str]) -> list[
 
 
 def require_undamaged(folder: pathlib.Path, names: Iterable[str]) -> None:
-    """Raise DamagedFileError if files of an export are damaged; those without sums are not read."""
-    sums = read_sums(folder) or {}
+    """Raise DamagedFileError if files of an export are damaged, or their sums.
+
+    Files without sums, such as those of others, are not read.
+    """
+    file = folder / SUMS
+    remedy = f"export the model again, or delete {file} if you changed the files yourself"
+    sums: Sums = read_checked_json(file, Sums, remedy) if file.exists() else {}
     damage = find_damage(folder, sums, [name for name in names if name in sums])
     if damage:
-        remedy = f"export the model again, or delete {SUMS} beside it if you changed it yourself"
         raise DamagedFileError(f"{folder / damage[0]}; {remedy}")
 
 

@@ -81,6 +81,7 @@ def test_a_saved_model_is_loaded_bit_for_bit(model, config, tmp_path):
     ("name", "load"),
     [
         ("model.safetensors", hf.load),
+        (SUMS, hf.load),
         ("tokenizer.json", lambda folder: tokenizer_file.load(folder, DIALECT)),
         ("tokenizer.json", hf_folder.read_companions),
     ],
@@ -91,7 +92,7 @@ def test_a_flipped_bit_of_an_export_is_found(model, small_vocabulary, tmp_path, 
     data = bytearray((folder / name).read_bytes())
     data[data.rfind(b"1")] ^= 1
     (folder / name).write_bytes(data)
-    with pytest.raises(ValueError, match=f"{name}: checksum is wrong; .* delete {SUMS}"):
+    with pytest.raises(ValueError, match=f"{name}: .*checksum is wrong; .* delete .*{SUMS}"):
         load(folder)
     # As the message says, for those who changed the file.
     (folder / SUMS).unlink()

@@ -187,8 +187,7 @@ def test_a_whole_model_beside_adapters_is_not_dropped(base, folder):
 
 
 def test_adapters_that_can_run_code_are_not_read(folder):
-    file = folder / "adapter_model.safetensors"
-    file.rename(file.with_suffix(".bin"))
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(FileNotFoundError, match="has no adapter_model.safetensors, .*.bin can run"):
         peft_folder.load(folder)
 
