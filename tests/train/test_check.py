@@ -93,3 +93,11 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
     line = ["--config=paravt_tiny", "--run-dir", str(tmp_path / "run")]
     assert train.run.main(line) == TEMPORARY
     assert f"'{tmp_path / 'run'}'; make room" in capsys.readouterr().err
+
+
+def test_a_run_that_needs_an_accelerator_does_not_start_on_a_cpu(tmp_path):
+    run = large(run_dir=str(tmp_path / "run"))
+    assert "needs a GPU or a TPU" in checked(run, tmp_path, topology="")["devices"].text
+    with pytest.raises(ValueError, match="needs a GPU or a TPU"):
+        train.run.execute(run)
+    assert not list(tmp_path.iterdir())
