@@ -117,8 +117,7 @@ def use_cache(shared: AnyPath | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         remove_unfinished(folder)
-    # RuntimeError: the user has no home directory.
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         print(
             f"compiled programs are not kept: their folder cannot be used ({error}); "
             "name another one with JAX_COMPILATION_CACHE_DIR",

@@ -26,6 +26,7 @@ from paravt_extras.fit import GIB, abstract_weights, fit, total_bytes
 from paravt_extras.slices import Devices, Topology, found_devices
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import is_address
+from paravt_jax.data.frames import on_disk
 from paravt_jax.data.preparation import SET
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.data.sources import is_hub_id, list_files
@@ -195,7 +196,7 @@ def _questions(run: Run) -> str:
     run.require_no_demonstrations()
     questions = read_questions(run.data.questions, run.data.media)
     media = pathlib.Path(run.data.media)
-    there = tuple(question for question in questions if (media / question.video).exists())
+    there = tuple(question for question in questions if on_disk(media, question.video).exists())
     text = f"{len(there)} of {len(questions)} questions in {run.data.questions} have their video"
     if not there or len(questions) - len(there) > run.max_left_out * len(questions):
         raise FileNotFoundError(f"{text} in {media}; give the folder of all: --data.media FOLDER")
@@ -205,7 +206,7 @@ def _questions(run: Run) -> str:
 
 def _source(source: str, kind: str = "dataset") -> str:
     """Require a source that can be read."""
-    if is_address(source) or pathlib.Path(source).expanduser().is_dir():
+    if is_address(source) or pathlib.Path(source).is_dir():
         return source
     return f"{source}: {_size(sum(list_files(source, kind).values()))}, which the run downloads"
 

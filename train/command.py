@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pathlib
 import signal
 import sys
 
@@ -42,8 +43,9 @@ def main() -> int:
         return _USAGE
     name, *flags = _COMMANDS[word][0].split()
     # `python -m` searches the working directory, too, where tools of your own may be. Here it goes
-    # last, so that a file such as train.py does not hide a package of this project.
-    sys.path.append(os.getcwd())
+    # last, so that a folder such as models/ hides no package of this project. The finder of an
+    # editable install is asked after this list, so their own folder stands in it, too.
+    sys.path += [str(pathlib.Path(__file__).parents[1]), os.getcwd()]
     sys.argv = [f"{SCRIPT} {word}", *flags, *arguments]
     # Importing takes seconds.
     former = signal.signal(signal.SIGINT, stop_at_once)

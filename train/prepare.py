@@ -117,7 +117,7 @@ def _prepare_world(
         **splits,
     )
     # Texts come first: if they need more room, the run fails before it renders any video.
-    _, too_long = _without_long_texts(run, data)
+    too_long = _too_long(run, data)
     if too_long:
         reasons = " and ".join(sorted({*too_long.values()}))
         raise ValueError(
@@ -170,25 +170,23 @@ def _prepare_examples(
     home = pathlib.Path(settings.folder) if questions is None else folder / OWN
     prepared = prepare_set(run, settings, home, check, questions)
     summary = prepared.summary
-    training, heldout = hold_out(tuple(prepared.questions), run.evaluation.questions)
     data = Data(
         root=prepared.root,
         vocabulary=_copied_vocabulary(run, folder),
-        questions=training,
-        heldout=heldout,
+        questions=tuple(prepared.questions),
         conversations=prepared.conversations,
         lengths=tuple(summary["lengths"]),
         videos=len(prepared.questions) + len(prepared.conversations),
         sizes=tuple((height, width) for height, width in summary["sizes"]),
         digest=prepared.digest,
     )
-    data, too_long = _without_long_texts(run, data)
+    too_long = _too_long(run, data)
     counts = {source: collections.Counter(n) for source, n in summary["sources"].items()}
     for id, reason in too_long.items():
         source = OWN if questions is not None else id.rpartition(":")[0]
         counts[source].update({"kept": -1, reason: 1})
     require_examples(run, counts, home)
-    return data
+    return _split(run, data, too_long)
 
 
 def _own_questions(
@@ -269,39 +267,42 @@ def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
     return ProtocolSettings(**{name: getattr(limits, name) for name in names})
 
 
-def _without_long_texts(run: Run, data: Data) -> tuple[Data, dict[str, str]]:
-    """Leave out questions that are too long for a prompt.
+def _too_long(run: Run, data: Data) -> dict[str, str]:
+    """Return why questions and conversations are too long for a prompt or a row, by id.
 
-    Returns:
-        The data; and by id, why questions and conversations are left out. Conversations that are
-        longer than a row stay in the data, and are not packed.
-
-    Raises:
-        ValueError: If no question is left to train on, or to evaluate with.
+    Conversations that are longer than a row stay in the data, and are not packed.
     """
     rules = Protocol(data.vocabulary, run.protocol)
-    limit = run.protocol.text_tokens
-    # `text_tokens` is the room for the system turn and the question together.
-    system = overview_tokens(rules, 0, 0, 0.0)
     too_long: dict[str, str] = {}
     # SFT alone asks no questions, so their lengths do not matter to it.
-    if run.rl is not None or data.heldout:
+    if run.plays_episodes:
+        # `text_tokens` is the room for the system turn and the question together.
+        room = run.protocol.text_tokens - overview_tokens(rules, 0, 0, 0.0)
         for question in (*data.questions, *data.heldout):
-            if system + len(rules.question(question).ids) > limit:
+            if len(rules.question(question).ids) > room:
                 too_long[question.id] = "longer than protocol.text_tokens"
-    training = tuple(q for q in data.questions if q.id not in too_long)
-    heldout = tuple(q for q in data.heldout if q.id not in too_long)
-    if (data.heldout and not heldout) or (run.rl is not None and not training):
-        raise ValueError(
-            f"protocol.text_tokens: {limit}; of {len(data.questions) + len(data.heldout)} "
-            "questions, none to train on, or to evaluate with, fits beside the system turn of "
-            f"{system} tokens: give more, or give rl files in data.annotations"
-        )
     if run.sft is not None:
         for number, tokens in enumerate(data.lengths):
             if tokens > run.sft.row_tokens:
                 too_long[data.conversations[number].id] = "longer than sft.row_tokens"
-    return dataclasses.replace(data, questions=training, heldout=heldout), too_long
+    return too_long
+
+
+def _split(run: Run, data: Data, too_long: Mapping[str, str]) -> Data:
+    """Hold out questions, and leave out those that are too long.
+
+    Raises:
+        ValueError: No question is left to train on, or to evaluate with.
+    """
+    parts = hold_out(data.questions, run.evaluation.questions)
+    training, heldout = (tuple(q for q in part if q.id not in too_long) for part in parts)
+    if (parts[1] and not heldout) or (run.rl is not None and not training):
+        raise ValueError(
+            f"protocol.text_tokens: {run.protocol.text_tokens}; of {len(data.questions)} "
+            "questions, none to train on, or to evaluate with, fits beside the system turn: give "
+            "more, or give rl files in data.annotations"
+        )
+    return dataclasses.replace(data, questions=training, heldout=heldout)
 
 
 def _copied_vocabulary(run: Run, folder: pathlib.Path) -> Vocabulary:
@@ -340,7 +341,8 @@ def require_examples(
         raise LeftOutError(
             f"max_left_out: {run.max_left_out:g}; a larger share is left out of {'. '.join(lost)}. "
             f"See {folder / LEFT_OUT}; mend or remove these files, delete {folder / SET} and "
-            "prepare again, or allow a larger share with --max-left-out"
+            "prepare again, or raise a limit that is named here, or allow a larger share with "
+            "--max-left-out"
         )
 
 

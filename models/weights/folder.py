@@ -18,7 +18,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from models.weights.tensor_file import Shape, Tensor, TensorType, read_header, swapped
 from paravt_jax.data import foreign, sources
-from paravt_jax.data.any_path import is_address
+from paravt_jax.data.any_path import is_address, require_expanded
 from paravt_jax.data.buckets import fetch_folder
 from paravt_jax.data.foreign import ForeignFileError, shortened
 from paravt_jax.data.frames import is_inside
@@ -65,6 +65,7 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
             as in the directory of a run or in the hub's cache.
         ConnectionError: a file cannot be fetched.
     """
+    require_expanded("model", source)
     patterns = [*_COMPANIONS, "*.safetensors"] if weights else _COMPANIONS
     if is_address(source):
         return fetch_folder(os.fspath(source), patterns)

@@ -52,8 +52,21 @@ def any_path(path: str | os.PathLike[str]) -> AnyPath:
     return epath.Path(path)
 
 
+def require_expanded(field: str, path: str | os.PathLike[str]) -> None:
+    """Raise ValueError, naming `field`, if `path` begins with a ~ for the home directory.
+
+    Shells expand it, but neither behind an = nor in quotes.
+    """
+    if str(path).startswith("~"):
+        raise ValueError(
+            f"{field}: {path} begins with a ~ that no shell has expanded; give "
+            f"{os.path.expanduser(path)}, or ./{path} for a folder of that name"
+        )
+
+
 def require_folder_or_bucket(field: str, path: str) -> None:
     """Raise ValueError unless `path` is local, or a folder in a bucket."""
+    require_expanded(field, path)
     if is_bucket(path):
         if not _FOLDER.fullmatch(path):
             raise ValueError(
@@ -67,9 +80,10 @@ def require_folder_or_bucket(field: str, path: str) -> None:
         )
 
 
-def require_local(field: str, path: str | os.PathLike[str] | None) -> None:
-    """Raise ValueError, naming `field`, if `path` is an address such as gs://bucket/run."""
-    if path is not None and _ADDRESS.match(os.fspath(path)):
+def require_local(field: str, path: str | os.PathLike[str]) -> None:
+    """Raise ValueError, naming `field`, unless `path` is local."""
+    require_expanded(field, path)
+    if _ADDRESS.match(os.fspath(path)):
         raise ValueError(
             f"{field}: {path} is an address, but this has to be a local path; give a local folder "
             "or a mounted one, and copy to the bucket afterwards"
@@ -77,6 +91,12 @@ def require_local(field: str, path: str | os.PathLike[str] | None) -> None:
 
 
 def user_folder() -> pathlib.Path:
-    """Return ~/.cache/paravt-jax, or paravt-jax in $XDG_CACHE_HOME if that is set."""
-    parent = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    """Return ~/.cache/paravt-jax, or paravt-jax in $XDG_CACHE_HOME if that is set.
+
+    Raises:
+        FileNotFoundError: The user has no home directory, as in some containers.
+    """
+    parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if parent.startswith("~"):
+        raise FileNotFoundError("no home directory: set HOME or XDG_CACHE_HOME to a folder")
     return pathlib.Path(parent) / "paravt-jax"

@@ -19,7 +19,7 @@ import fsspec
 import fsspec.core
 
 from paravt_jax.data import foreign
-from paravt_jax.data.any_path import is_address, user_folder
+from paravt_jax.data.any_path import is_address, require_expanded, user_folder
 from paravt_jax.data.archives import inside
 from paravt_jax.data.stored import lock, write_atomically
 
@@ -140,6 +140,7 @@ def appearing_at(field: str, path: str) -> Iterator[pathlib.Path]:
         FileNotFoundError: fsspec does not know the scheme, or there is no such bucket.
         ConnectionError: The bucket does not answer.
     """
+    require_expanded(field, path)
     taken = f"{field} {path}: exists; name a new folder, or remove this one first"
     if not is_address(path):
         if os.path.exists(path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from typing import Any
 
 import numpy as np
@@ -126,13 +127,16 @@ def _record(
     else:
         question = read_question(example.content, example.id)
     require_earnable(question)
-    return question, (_choose_frames(reading, question.video, False, None),)
+    clip = _choose_frames(reading, question.video, False, None)
+    return dataclasses.replace(question, video=clip.path), (clip,)
 
 
 def _choose_frames(
     reading: ExampleReading, path: str, picture: bool, call: CropCall | None
 ) -> Clip:
     """Choose the frames to show of a file, and check that they can be decoded.
+
+    The clip's path is relative to the root, so that a video has one name, however it is spelled.
 
     Args:
         reading: The settings.
@@ -145,6 +149,7 @@ def _choose_frames(
         Refused: The window is outside the video, or the frames are too narrow to be resized.
     """
     file = str(join(reading.root, path))
+    path = os.path.relpath(file, reading.root)
     info = video.probe(file)
     # Some examples name a picture as their video.
     still = picture or video.is_picture(path)

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import pathlib
+import unicodedata
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
@@ -100,16 +101,28 @@ class VideoInfo:
     height: int
 
 
+def on_disk(root: str | os.PathLike, name: str) -> pathlib.Path:
+    """Return the path of this name below a folder, with accents as the disk writes them.
+
+    macOS writes an accent as a character of its own (NFD), most other systems do not (NFC).
+    """
+    path = pathlib.Path(root)
+    for part in pathlib.PurePath(name).parts:
+        forms = (part, *(unicodedata.normalize(form, part) for form in ("NFC", "NFD")))
+        path /= next((form for form in forms if os.path.lexists(path / form)), part)
+    return path
+
+
 @functools.lru_cache(maxsize=2**16)
 def join(root: str | os.PathLike, name: str) -> pathlib.Path:
-    """Return the file of this name below a folder.
+    """Return the file of this name below a folder, as `on_disk` finds it.
 
     Raises:
         VideoError: The name or a link leads out of the folder. Names and folders come from
             strangers.
     """
     folder = pathlib.Path(root)
-    path = folder / name
+    path = on_disk(folder, name)
     try:
         target = os.path.realpath(path)
     except ValueError as error:  # the name contains a NUL

@@ -65,7 +65,7 @@ _RECORDS = "records"
 # Fields of an outcome in `LEFT_OUT`.
 _LISTED = {"id", "source", "reason", "detail"}
 # Part of every set. Change it whenever the same files give other records.
-_FORMAT = 8
+_FORMAT = 9
 _OUTCOME = pydantic.TypeAdapter(Outcome)
 
 

@@ -27,8 +27,11 @@ _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PATIENCE = 10.0
 # Unauthorised, forbidden and not found: asking again would not help.
 _REFUSED = {401, 403, 404}
-# What the client raises where a download fails.
+# What the client raises where a download fails; ImportError and ValueError for a proxy that it
+# cannot use.
 _FAILURES = (
+    ImportError,
+    ValueError,
     errors.HfHubHTTPError,
     errors.LocalEntryNotFoundError,
     errors.OfflineModeIsEnabled,
@@ -61,7 +64,7 @@ def fetch(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
     if "://" in source:
         fetch_files(source, folder, patterns)
         return folder
-    local = pathlib.Path(source).expanduser()
+    local = pathlib.Path(source)
     if local.is_dir():
         return local
     return snapshot(source, patterns, repo_type="dataset")
@@ -87,7 +90,7 @@ def media_root(
     root = folder / "media"
     fetched = fetch(source, root, MEDIA_PATTERNS)
     # Archives beside media in a local folder are taken to be unpacked already.
-    is_local = fetched == pathlib.Path(source).expanduser()
+    is_local = fetched == pathlib.Path(source)
     if is_local and any(path.suffix.lower() in MEDIA for path in fetched.rglob("*")):
         return fetched
     files = (path for path in fetched.rglob("*") if path.name.lower().endswith(SUFFIXES))
@@ -164,10 +167,11 @@ def _named_failures(id: str, repo_type: str) -> Iterator[None]:
     except _FAILURES as error:
         page = f"{constants.ENDPOINT}/{'datasets/' if repo_type == 'dataset' else ''}{id}"
         status = getattr(getattr(error, "response", None), "status_code", None)
-        is_final = status in _REFUSED or constants.HF_HUB_OFFLINE
+        is_proxy = isinstance(error, ImportError | ValueError)
+        is_final = is_proxy or status in _REFUSED or constants.HF_HUB_OFFLINE
         remedy = (
-            f"check the id and the network; if {page} is private or gated, accept its terms and "
-            "log in (hf auth login, or set HF_TOKEN)"
+            f"check the id, network and proxies; if {page} is private or gated, accept its terms, "
+            "and log in (hf auth login, or set HF_TOKEN)"
         )
         if constants.HF_HUB_OFFLINE:
             remedy = "unset HF_HUB_OFFLINE"

@@ -121,20 +121,20 @@ def forget() -> None:
 
 @functools.lru_cache(maxsize=_MOST_IN_MEMORY)
 def _index_of(path: str, digest: str) -> VideoIndex:
-    file = folder() / f"{digest}.npz"
+    name = f"{digest}.npz"
     # A damaged index is built again: the zip inside has checksums. Broad because damage raises
     # errors of every kind in the libraries.
-    with contextlib.suppress(Exception), np.load(file, allow_pickle=False) as stored:
+    with contextlib.suppress(Exception), np.load(folder() / name, allow_pickle=False) as stored:
         fields = {name: array if array.ndim else array.item() for name, array in stored.items()}
         return VideoIndex(**fields)
     index = _build(path)
     # A read-only or full disk costs time, but no result.
     with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as unfinished:
-            whole = pathlib.Path(unfinished, file.name)
+        folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder()) as unfinished:
+            whole = pathlib.Path(unfinished, name)
             np.savez_compressed(whole, **dataclasses.asdict(index))
-            os.replace(whole, file)
+            os.replace(whole, folder() / name)
     return index
 
 
@@ -229,7 +229,7 @@ def _build(path: str) -> VideoIndex:
                 packets.append(_Packet(packet.pts, duration, packet.is_keyframe, shown))
             if packet.pts is not None and packet.time_base is not None:
                 end = max(end, float((packet.pts + duration) * packet.time_base))
-        _require_whole(path, container, stream, len(packets), end)
+        _require_expanded(path, container, stream, len(packets), end)
         if first is None or stream.time_base is None:
             raise VideoError(path, f"none of its frames can be decoded; convert it ({_CONVERT})")
         if first.rotation % 90:
@@ -279,7 +279,7 @@ def _is_timed(
     return not lacks_times and has_key and None not in stamps and len(stamps) == len(packets)
 
 
-def _require_whole(
+def _require_expanded(
     path: str, container: InputContainer, stream: av.VideoStream, packets: int, end: float
 ) -> None:
     """Raise VideoError if there are fewer packets, or an earlier end, than the header says."""

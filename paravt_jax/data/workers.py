@@ -129,10 +129,11 @@ class _Process:
 
     def __init__(self, setup: bytes):
         self._pipe, child_end = Pipe()
-        # The child imports modules from the same places as this process.
-        paths = os.pathsep.join(path for path in sys.path if path)
+        # The child imports modules from the same places as this process. With -P, Python does not
+        # put the working directory first, where a file of the user's could hide a module.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(child_end.fileno())],
+            [sys.executable, "-P", "-m", __name__, str(child_end.fileno())],
             pass_fds=[child_end.fileno()],
             env=os.environ | {"PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,

@@ -28,7 +28,7 @@ from paravt_jax.processes.exit_codes import (
 
 # jax 0.10 reads only the first of these itself.
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-REMEDY = f"start the same command on every host; see {_VARIABLES[0]} in docs/tpu.md"
+REMEDY = f"start the same command on all hosts, or set {_VARIABLES[1]}=1 to run alone (docs/tpu.md)"
 """What to do if not all processes join."""
 HEARTBEAT = 100
 """Seconds of silence after which a process counts as dead and the others exit."""
@@ -57,10 +57,18 @@ def connect(patience: int = 300) -> None:
     address, count, index = (os.environ.get(name) or None for name in _VARIABLES)
     if count == "1" or jax.distributed.is_initialized():
         return
-    size = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
+    # In an interactive step, SLURM_NTASKS still counts the tasks of the job.
+    sizes = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    size = next(filter(None, map(os.environ.get, sizes)), None)
     if size == "1" and not is_named():
         # JAX would leave one GPU to a cluster of one process.
         return
+    # gRPC would ask a proxy for the first process, and JAX warns of that. Empty: it asks none, also
+    # where http_proxy is set.
+    os.environ["grpc_proxy"] = ""
+    jax.config.update("jax_check_proxy_envs", False)
+    if is_named() or {"SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE"} & os.environ.keys():
+        print(f"waiting up to {patience} s for the other processes; {REMEDY}", file=sys.stderr)
     too_late = f"error: hosts: not all processes joined within {patience} s; {REMEDY}"
     timer = threading.Timer(patience, end, (TEMPORARY, too_late))
     timer.daemon = True

@@ -37,7 +37,7 @@ class Stopped(BaseException):
         return self.args[1]
 
 
-USER_ERRORS = (UserError, ValueError, OSError, ModuleNotFoundError)
+USER_ERRORS = (UserError, ValueError, OSError, ImportError)
 """What a command prints in one line. Any other exception is a fault of the program."""
 
 # Of disks and networks that may recover.

@@ -115,6 +115,7 @@ class Client:
     Raises:
         ValueError: The environment contains a key or a proxy that cannot be used. The message does
             not show the key.
+        ImportError: The package for a SOCKS proxy is missing.
     """
 
     def __init__(self, settings: ServerSettings):

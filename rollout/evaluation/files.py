@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from paravt_jax.data import foreign
+from paravt_jax.data.frames import on_disk
 
 Record = dict[str, Any]
 
@@ -75,7 +76,7 @@ def _read(file: pathlib.Path) -> list[Record]:
 
 
 class VideoFolder:
-    """A folder of unpacked archives, which may add or drop a folder around the videos.
+    """A folder of videos and subtitles.
 
     Args:
         root: the folder, or a file in it.
@@ -92,22 +93,21 @@ class VideoFolder:
             )
 
     def find(self, path: str) -> str | None:
-        """Find a file that a benchmark names.
+        """Find a file that a question names.
 
-        Look first at `path` below the root, then at `path` without its leading folders, then for a
-        single file anywhere below the root whose path ends in `path`.
+        Look at `path` below the root. Unless `exact`, look then at `path` without its leading
+        folders, then for a single file anywhere below the root whose path ends in `path`.
 
         Returns:
             The file's path relative to the root; None if no file matches, or if several do.
         """
-        if self._exact:
-            return path if (self.root / path).is_file() else None
         names = path.split("/")
-        for first in range(len(names)):
-            tail = "/".join(names[first:])
-            if (self.root / tail).is_file():
-                return tail
-        ending = [known for known in self._by_name.get(names[-1], ()) if known.endswith(f"/{path}")]
+        for first in range(1 if self._exact else len(names)):
+            file = on_disk(self.root, "/".join(names[first:]))
+            if file.is_file():
+                return os.path.relpath(file, self.root)
+        known = () if self._exact else self._by_name.get(names[-1], ())
+        ending = [file for file in known if file.endswith(f"/{path}")]
         return ending[0] if len(ending) == 1 else None
 
     @functools.cached_property

@@ -78,6 +78,7 @@ class BenchmarkSettings:
                 flag = "frames" if field == "k" else field
                 raise ValueError(f"--{flag} {value}: give a finite number, {least} or more")
         require_local("--out", self.out)
+        require_local("--data", self.data)
         if self.benchmark not in ("", *BENCHMARKS):
             raise ValueError(
                 f"--benchmark {self.benchmark}: no such split; give one of {', '.join(BENCHMARKS)}"

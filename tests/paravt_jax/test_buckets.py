@@ -143,7 +143,7 @@ def test_a_folder_is_uploaded_and_what_readers_open_first_comes_last(address, mo
 
 
 ADDRESSES = ("gs://bucket/run", "s3://b", "file:///tmp/a", pathlib.Path("gs://bucket/a.json"))
-PATHS = ("", None, "runs/a", "/mnt/gs/run", "a:b/c", "C:/runs", "runs/gs://x", pathlib.Path("a"))
+PATHS = ("", "runs/a", "/mnt/gs/run", "a:b/c", "C:/runs", "runs/gs://x", "./~/a", pathlib.Path("a"))
 
 
 @pytest.mark.parametrize("path", ADDRESSES)

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from paravt_jax.processes import cluster, hosts
-from paravt_jax.processes.exit_codes import TEMPORARY, exit_code
+from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, exit_code
 from tests.processes import ROOT, free_port, lost_others
 from train.durable.checkpoint import SaveError
 
@@ -20,7 +20,8 @@ PROGRAM = str(pathlib.Path(__file__).parents[1] / "train/hosts_program.py")
 
 
 @pytest.mark.slow
-def test_two_processes_communicate(together, tmp_path):
+def test_two_processes_communicate(together, tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing listens there
     ended = together([PROGRAM, "talk", str(tmp_path)], 2, devices=1)
     first, second = (json.loads(process.out.splitlines()[-1]) for process in ended)
     assert (first["first"], second["first"]) == (True, False)
@@ -93,15 +94,19 @@ def test_the_exit_code_of_an_error_says_whether_a_restart_may_help(error, code):
     assert exit_code(wrapped) == code
 
 
-def test_a_command_on_a_full_disk_says_what_to_do(capsys):
-    def write() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "a.txt")
+FULL = OSError(errno.ENOSPC, "No space left on device", "a.txt")
+AND_THEN = "; make room, and give the same command again"
 
-    assert cluster.run_command(write) == TEMPORARY
-    assert capsys.readouterr().err == (
-        "error: [Errno 28] No space left on device: 'a.txt'; make room, and give the same command "
-        "again\n"
-    )
+
+@pytest.mark.parametrize(
+    ("error", "code", "more"), [(FULL, TEMPORARY, AND_THEN), (ImportError("get x"), FAILED, "")]
+)
+def test_an_error_that_a_user_can_mend_is_one_line(error, code, more, capsys):
+    def fail() -> None:
+        raise error
+
+    assert cluster.run_command(fail) == code
+    assert capsys.readouterr().err == f"error: {error}{more}\n"
 
 
 def test_a_single_process_is_a_whole_run():
@@ -145,9 +150,10 @@ def test_variables_that_name_no_process_are_refused():
         assert f"{COUNT}=1 for a process that runs alone" in line
 
 
-@pytest.mark.parametrize("size", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+@pytest.mark.parametrize("size", ["SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_a_single_task_keeps_all_its_devices(size, monkeypatch):
-    """JAX would restrict it to one GPU."""
+    """JAX would restrict it to one GPU, or wait for the other tasks of an interactive job."""
+    monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv(size, "1")
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: pytest.fail("joined"))
     cluster.connect()
@@ -162,16 +168,13 @@ def test_a_process_runs_alone_where_jax_finds_no_others():
 @pytest.mark.slow
 def test_a_process_whose_others_do_not_come_ends():
     program = "from paravt_jax.processes import cluster; cluster.connect(patience=2)"
-    named = {
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
-        "JAX_NUM_PROCESSES": "2",
-        "JAX_PROCESS_ID": "0",
-    }
+    named = {ADDRESS: f"localhost:{free_port()}", COUNT: "2", INDEX: "0"}
     environment = dict(os.environ, **named, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
     assert done.returncode == TEMPORARY
-    remedy = "start the same command on every host; see JAX_COORDINATOR_ADDRESS in docs/tpu.md"
-    last = done.stderr.splitlines()[-1]
-    assert last == f"error: hosts: not all processes joined within 2 s; {remedy}"
+    waiting, *_, last = done.stderr.splitlines()
+    assert waiting.startswith("waiting up to 2 s for the other processes; ")
+    assert last.startswith("error: hosts: not all processes joined within 2 s; ")
+    assert f"{COUNT}=1" in waiting and f"{COUNT}=1" in last

@@ -124,7 +124,7 @@ def test_questions_are_stored_in_order(prepared, files):
     ids = [question.id for question in prepared.questions]
     assert ids == [f"paravt_rl_diverse_4k4:{n}" for n in (0, 2, 4)]
     paths = [question.video for question in prepared.questions]
-    assert paths == [CAR, str(files / "media" / BOTTLE), BUNNY]
+    assert paths == [CAR, BOTTLE, BUNNY]
     assert prepared.root == files / "media"
 
 

@@ -64,14 +64,6 @@ def test_the_example_of_the_docs(name, rows, tmp_path):
     assert goal.subtitles == ()
 
 
-def test_a_video_has_one_name(rows, tmp_path):
-    """All questions about a video go to one split."""
-    rows = [{**rows[0], "id": str(n), "video": f"{name}a.mp4"} for n, name in enumerate(("", "./"))]
-    assert {question.video for question in read_questions(write(tmp_path, rows), tmp_path)} == {
-        "a.mp4"
-    }
-
-
 def test_the_id_of_a_row_without_one_is_its_line(rows, tmp_path):
     bare = [{name: value for name, value in row.items() if name != "id"} for row in rows]
     of_jsonl = read_questions(write(tmp_path, bare), tmp_path)

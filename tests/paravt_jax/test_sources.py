@@ -88,6 +88,16 @@ def test_archives_are_unpacked_once_into_one_root(tmp_path):
 # --- what the hub does not give, and whether a supervisor should ask again ---
 
 
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "unknown://127.0.0.1:9"])
+def test_a_proxy_that_cannot_be_used_is_not_tried_again(proxy, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    huggingface_hub.close_session()
+    with pytest.raises(OSError, match="owner/none: .*(SOCKS|scheme).* proxies") as error:
+        sources.list_files("owner/none")
+    assert exit_code(error.value) == FAILED
+
+
 def test_an_offline_hub_is_not_asked_again(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

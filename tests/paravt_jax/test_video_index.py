@@ -249,3 +249,9 @@ def test_many_processes_build_one_index(tmp_path, fresh_folder):
     assert len(list(fresh_folder.iterdir())) == 1
     video_index.forget()
     assert [digest(pixels) for pixels in video.read(path, [5, 77])] == [expected[5], expected[77]]
+
+
+def test_a_user_without_a_home_reads_videos(tmp_path, monkeypatch):
+    monkeypatch.delenv("PARAVT_VIDEO_INDEXES")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert video.probe(write(tmp_path / "a.mp4", range(3))).frames == 3

@@ -1,35 +1,48 @@
-"""Output paths that cannot be in a bucket are refused before anything else is done."""
+"""Paths that cannot be meant are refused before anything else is done."""
 
 from __future__ import annotations
 
 import pytest
 
+from paravt_extras import download
 from paravt_extras.studies import paradox
 from rollout import ask, evaluate
-from train import prepare, run
+from train import export, prepare, run
 
-ADDRESS = "gs://bucket/a"
 LARGE = "--config=paravt_8b"
+ASK = ("--model", "m", "--video", "v.mp4", "Who?")
 EVALUATE = ("--model", "m", "--benchmark", "mmvu")
+LOCAL = [
+    (run.main, (LARGE, "--data.folder")),
+    (paradox.main, ("--run-dir",)),
+    (ask.main, (*ASK, "--html")),
+    (evaluate.main, (*EVALUATE, "--out")),
+    (download.main, ("mmvu", "--to")),
+]
+OTHERS = [
+    (run.main, (LARGE, "--check", "--run-dir")),
+    (run.main, (LARGE, "--data.media")),
+    (prepare.main, (LARGE, "--model.path")),
+    (export.main, ("--run-dir", "r", "--to")),
+]
+# A shell expands no ~ behind an =.
+BUCKET, HOME = ("gs://bucket/a", "or a mounted one"), ("~/a", "give /home/me/a, or ./~/a")
 
 
 @pytest.mark.parametrize(
-    ("main", "argv", "field"),
-    [
-        (run.main, (LARGE, "--data.folder", ADDRESS), "data.folder"),
-        (prepare.main, (LARGE, "--data.folder", ADDRESS), "data.folder"),
-        (paradox.main, ("--run-dir", ADDRESS), "run_dir"),
-        (ask.main, ("--model", "m", "--video", "v.mp4", "Who?", "--html", ADDRESS), "--html"),
-        (evaluate.main, (*EVALUATE, "--out", ADDRESS), "--out"),
-    ],
+    ("main", "argv", "path", "remedy"),
+    [(*case, *BUCKET) for case in LOCAL] + [(*case, *HOME) for case in LOCAL + OTHERS],
 )
-def test_an_address_as_output_path_is_refused(main, argv, field, capsys, tmp_path, monkeypatch):
+def test_a_path_that_cannot_be_used_is_refused(
+    main, argv, path, remedy, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
     try:
-        code = main(list(argv))
+        code = main([*argv[:-1], f"{argv[-1]}={path}"])
     except SystemExit as stop:
         code = stop.code
     message = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert code in (1, 2)
-    assert f"{field}: gs:/" in message and "or a mounted one" in message
+    assert f": {path} " in message and remedy in message
     assert not list(tmp_path.iterdir())

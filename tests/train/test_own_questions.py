@@ -109,7 +109,7 @@ def data_of(run: Run, questions: str = "", heldout: int = 64) -> Run:
     return dataclasses.replace(run, data=data, evaluation=evaluation)
 
 
-def test_questions_of_a_file_are_split_by_video(recipe, questions, at_home):
+def test_questions_of_a_file_are_split_by_video(recipe, questions, small_world, at_home):
     lines = [json.dumps(as_row(question)) + "\n" for question in questions]
     (at_home / "my.jsonl").write_text("".join(lines))
     run = data_of(recipe, questions="my.jsonl", heldout=2)
@@ -118,7 +118,10 @@ def test_questions_of_a_file_are_split_by_video(recipe, questions, at_home):
     assert data.sizes == ((32, 32),)
     assert len(data.heldout) >= 2
     assert {q.video for q in data.questions}.isdisjoint(q.video for q in data.heldout)
-    given = prepare(data_of(recipe, heldout=2), at_home / "other", questions=questions)
+    # A video has one name, however a question spells it.
+    places = ["./", f"{small_world.folder.resolve()}/", *[""] * len(questions)]
+    spelled = [dataclasses.replace(q, video=places.pop(0) + q.video) for q in questions]
+    given = prepare(data_of(recipe, heldout=2), at_home / "other", questions=spelled)
     assert (given.questions, given.heldout) == (data.questions, data.heldout)
 
 
@@ -135,6 +138,9 @@ def test_questions_that_cannot_be_used_are_left_out_and_counted(recipe, question
     assert [json.loads(line)["id"] for line in lines] == ["reversed", "lost"]
     with pytest.raises(LeftOutError, match="max_left_out: 0.01; .* questions: .*missing video"):
         prepare(dataclasses.replace(run, max_left_out=0.01), at_home / "run", questions=asked)
+    # Not that a held-out question would leave none.
+    with pytest.raises(LeftOutError, match="1 missing video"):
+        prepare(data_of(recipe, heldout=1), at_home / "few", questions=[questions[0], lost])
 
 
 def test_a_run_continues_only_with_the_same_questions(recipe, questions, at_home, monkeypatch):

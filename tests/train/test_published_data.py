@@ -227,7 +227,7 @@ def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_p
     assert lengths.keys() - {question.id for question in remaining} == too_long
     printed = capsys.readouterr().out
     assert f"{len(too_long)} longer than protocol.text_tokens, 1 missing video" in printed
-    with pytest.raises(ValueError, match=rf"protocol\.text_tokens: {system}; .* fits"):
+    with pytest.raises(LeftOutError, match=r"longer than protocol\.text_tokens, .* raise a limit"):
         prepared(system)
 
 

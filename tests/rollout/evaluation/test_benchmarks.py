@@ -7,6 +7,7 @@ import json
 import pytest
 
 from paravt_extras.published_scores import COLUMNS
+from paravt_jax.data.frames import join
 from paravt_jax.method.accuracy import accuracy
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.benchmarks import BENCHMARKS, BrokenRecord, load, options_of
@@ -220,6 +221,8 @@ def test_videos_are_found_where_archives_put_them(tmp_path):
     paths = (
         *("data/a.mp4", "b.mp4", "part_1/c.mp4", "x/d.mp4", "y/d.mp4"),
         *("videos/Chemistry/7.mp4", "videos/Art/7.mp4", "videos/Art/8.mp4"),
+        # As macOS writes them.
+        "e\u0301te\u0301/cafe\u0301.mp4",
     )
     for path in paths:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -236,5 +239,8 @@ def test_videos_are_found_where_archives_put_them(tmp_path):
     # Another subject's.
     assert folder.find("videos/Biology/8.mp4") is None
     assert folder.find("videos/Art/9.mp4") is None
+    # As other systems write them.
+    assert folder.find("videos/\xe9t\xe9/caf\xe9.mp4") == "e\u0301te\u0301/cafe\u0301.mp4"
+    assert join(tmp_path, "\xe9t\xe9/caf\xe9.mp4") == tmp_path / "e\u0301te\u0301/cafe\u0301.mp4"
     with pytest.raises(FileNotFoundError, match="--data .*nowhere"):
         VideoFolder(tmp_path / "nowhere")
