@@ -16,7 +16,7 @@ from models.features import FrameSettings, frame_tokens
 from models.lora import LoRASettings
 from models.trained import TrainVision
 from paravt_jax.checks import require_at_least
-from paravt_jax.data.any_path import require_expanded, require_folder_or_bucket, require_local
+from paravt_jax.data.any_path import require_folder_or_bucket, require_local
 from paravt_jax.data.video import Decoder, require_decoder
 from paravt_jax.method.protocol import Lengths, ProtocolSettings
 from paravt_jax.method.tokenizer import Dialect
@@ -82,10 +82,9 @@ class DataSettings:
 
     def __post_init__(self):
         require_at_least("data", self, 1, "frames")
-        for name in ("annotations", "media", "folder", "questions"):
-            if not getattr(self, name) and name != "questions":
+        for name in ("annotations", "media", "folder"):
+            if not getattr(self, name):
                 raise ValueError(f"data.{name}: empty; name a folder")
-            require_expanded(f"data.{name}", getattr(self, name))
         require_local("data.folder", self.folder)
         require_decoder("data.decoder", self.decoder)
 

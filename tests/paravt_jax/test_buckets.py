@@ -142,14 +142,7 @@ def test_a_folder_is_uploaded_and_what_readers_open_first_comes_last(address, mo
             raise AssertionError("the block must not begin")
 
 
-ADDRESSES = ("gs://bucket/run", "s3://b", "file:///tmp/a", pathlib.Path("gs://bucket/a.json"))
 PATHS = ("", "runs/a", "/mnt/gs/run", "a:b/c", "C:/runs", "runs/gs://x", "./~/a", pathlib.Path("a"))
-
-
-@pytest.mark.parametrize("path", ADDRESSES)
-def test_an_address_is_refused_with_field_value_and_remedy(path):
-    with pytest.raises(ValueError, match=rf"run_dir: {path} .*a mounted one"):
-        require_local("run_dir", path)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -81,13 +81,6 @@ def test_arguments_and_exit_codes_are_passed_on(start, monkeypatch, tmp_path, wo
     assert calls == [[f"paravt {word}", *flags, "--config=sft_tiny", "-x", "two words"]]
 
 
-def test_an_unknown_word_is_answered_with_the_commands(start, capsys):
-    assert start("runn") == 2
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1
-    assert "runn: no such command; give one of run, check" in message
-
-
 def test_the_list_needs_neither_jax_nor_flax(tmp_path):
     done = program(
         """
@@ -143,9 +136,3 @@ def test_the_page_of_a_run_is_written(start, tmp_path, capsys):
     page = tmp_path / "mine/report.html"
     assert "mine" in page.read_text()
     assert "mine/report.html" in capsys.readouterr().out
-
-
-def test_a_report_of_a_folder_without_a_run_is_refused(start, tmp_path, capsys):
-    assert start("report", "nothing") == 1
-    assert "run_dir = nothing: " in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

@@ -10,18 +10,15 @@ from rollout import ask, evaluate
 from train import export, prepare, run
 
 LARGE = "--config=paravt_8b"
-ASK = ("--model", "m", "--video", "v.mp4", "Who?")
-EVALUATE = ("--model", "m", "--benchmark", "mmvu")
 LOCAL = [
     (run.main, (LARGE, "--data.folder")),
     (paradox.main, ("--run-dir",)),
-    (ask.main, (*ASK, "--html")),
-    (evaluate.main, (*EVALUATE, "--out")),
+    (ask.main, ("--model", "m", "Who?", "--video")),
+    (evaluate.main, ("--model", "m", "--benchmark", "mmvu", "--out")),
     (download.main, ("mmvu", "--to")),
 ]
 OTHERS = [
     (run.main, (LARGE, "--check", "--run-dir")),
-    (run.main, (LARGE, "--data.media")),
     (prepare.main, (LARGE, "--model.path")),
     (export.main, ("--run-dir", "r", "--to")),
 ]
