@@ -11,9 +11,12 @@ reads from the run's folder, so the run may still be training. It does not read 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import pathlib
+import tempfile
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -29,12 +32,13 @@ from models.trained import trained_state
 from models.weights.hf import load
 from models.weights.hf_config import from_hf
 from paravt_jax.data import tokenizer_file
-from paravt_jax.data.any_path import any_path, require_folder_or_bucket
+from paravt_jax.data.any_path import any_path, is_bucket, require_folder_or_bucket
 from paravt_jax.data.buckets import appearing_at
 from paravt_jax.data.stored import naming_full_disk
 from paravt_jax.processes.cluster import run_command
+from train.durable.bucket import BucketFiles
 from train.durable.checkpoint import Checkpoints
-from train.durable.run_folder import read_config, small_files
+from train.durable.run_folder import is_shared, read_config
 from train.model_folder import write_model
 
 
@@ -50,6 +54,22 @@ class Export:
     """Phase that saved the checkpoint."""
     step: str = "latest"
     """Step of the checkpoint, `latest`, or `best` (of RL, by accuracy)."""
+
+
+@contextlib.contextmanager
+def small_files(run_dir: str) -> Iterator[pathlib.Path]:
+    """Yield a local folder with the small files of a run that may be going on elsewhere, to read.
+
+    Args:
+        run_dir: The run, in a folder or in a bucket.
+    """
+    if not is_bucket(run_dir):
+        yield pathlib.Path(run_dir)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary) / run_dir.rstrip("/").rpartition("/")[2]
+        BucketFiles(run_dir, folder).pull(is_shared)
+        yield folder
 
 
 def export(command: Export) -> None:
@@ -78,12 +98,9 @@ def export(command: Export) -> None:
 
 
 def _checkpoints(command: Export, folder: pathlib.Path) -> Checkpoints:
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"--run-dir {command.run_dir}: not a run's folder, because it has no config.json; "
-            "name a folder that train.run made"
-        )
-    read_config(folder, "--run-dir")
+    # A checkpoint holds the settings, too.
+    if (folder / "config.json").exists():
+        read_config(folder, "--run-dir")
     saved = any_path(command.run_dir) / "checkpoints"
     phases = sorted(path.name for path in saved.iterdir()) if saved.exists() else []
     if command.phase not in phases:

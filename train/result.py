@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import json
 import pathlib
-from typing import Any, NotRequired
+from typing import Any
 
 from typing_extensions import TypedDict
 
@@ -29,10 +29,6 @@ class _Result(TypedDict):
 
     before: list[Record]
     after: list[Record]
-    curve: NotRequired[list[Record]]
-    seconds: NotRequired[float]
-    token_mismatches: NotRequired[int]
-    logprob_gap: NotRequired[float]
 
 
 def read_evaluation_file(file: pathlib.Path) -> Record:
@@ -45,7 +41,7 @@ def read_evaluation_file(file: pathlib.Path) -> Record:
     Raises:
         DamagedFileError: It is damaged.
     """
-    return read_checked_json(file, Record, "delete it: the run plays it again, or ends without it")
+    return read_checked_json(file, Record, "the run plays it again, or does without it")
 
 
 def is_finished(folder: pathlib.Path) -> bool:
@@ -58,11 +54,8 @@ def set_damaged_aside(folder: pathlib.Path) -> None:
     for file in (folder / "evaluation").glob("*.json"):
         try:
             read_evaluation_file(file)
-        except DamagedFileError:
-            say(
-                f"{file}: damaged, so it is renamed to end with .damaged; an evaluation before or "
-                "after RL is played again, and the report does without the others"
-            )
+        except DamagedFileError as error:
+            say(f"{error}; it is renamed to end with .damaged")
             file.rename(file.with_suffix(".damaged"))
 
 

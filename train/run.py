@@ -278,7 +278,7 @@ def command(run: Run, work: Callable[[Run], int]) -> int:
 
 def _silence_stacks() -> None:
     """Keep Orbax and gcsfs from printing the stacks of failures, which they raise as well."""
-    for name in ("absl", "gcsfs"):
+    for name in ("absl", "asyncio", "gcsfs"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
     def report(unraisable: Any) -> None:

@@ -11,7 +11,7 @@ from paravt_extras.report.page import write_report
 from paravt_jax.data.any_path import any_path, is_bucket, require_folder_or_bucket
 from paravt_jax.processes.cluster import run_command
 from train.durable.bucket import named_errors
-from train.durable.run_folder import small_files
+from train.export import small_files
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,6 +23,7 @@ READERS: list[tuple[str, Read]] = [
     ("evaluation/curve-000020-4.json", result_so_far),
     ("result.json", read_result),
     ("result.json", write_report),
+    ("config.json", write_report),
 ]
 
 
@@ -37,14 +38,6 @@ def test_other_content_is_one_line_with_the_file(tmp_path, name, read, content):
     message = str(error.value)
     assert message.startswith(f"{file}: damaged: ") and "; " in message
     assert "\n" not in message
-
-
-@pytest.mark.parametrize("read", [write_report])
-@pytest.mark.parametrize("content", ["[]", "3", '{"model": 3}', "{"])
-def test_a_page_names_a_damaged_configuration(tmp_path, read, content):
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(DamagedFileError, match=r"config\.json: damaged: .*restore"):
-        read(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_a_damaged_evaluation_ends_no_run(run, capsys):
     file = run / "evaluation" / "sft-1.json"
     file.write_bytes(file.read_bytes()[:-1])
     set_damaged_aside(run)
-    assert f"{file}: damaged, " in capsys.readouterr().err
+    assert f"{file}: damaged: " in capsys.readouterr().err
     assert train(run, "rl", 6) == 4
     assert len(made(run)) == 10 and not file.exists()
 

@@ -203,7 +203,7 @@ def test_an_impossible_export_gets_one_line(finished, tmp_path, capsys):
         (finished, "rl", "5", new, r"--step 5: .* 4, 6 \(best: 6\)"),
         (finished, "sft", "best", new, r"--step best: .* 3, 4 \(none was evaluated"),
         (finished, "rl", "6", there, r"--to .*there: exists"),
-        (tmp_path, "rl", "6", new, r"--run-dir .* config\.json"),
+        (tmp_path, "rl", "6", new, r"--phase rl: .*: no phase"),
         (odd, "rl", "6", new, r"--phase rl: .*: sft"),
         (odd, "sft", "4", new, r"--run-dir .*tokenizer/"),
     ]

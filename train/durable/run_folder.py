@@ -17,7 +17,6 @@ import functools
 import hashlib
 import os
 import pathlib
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,7 +155,7 @@ class RunFolder:
     def pull(self) -> None:
         """Fetch the files of the first process on the other processes."""
         if self._in_bucket and not hosts.is_first():
-            self._files.pull(_is_shared)
+            self._files.pull(is_shared)
 
     def in_words(self, text: str) -> str:
         """Return a message with the paths that the user knows."""
@@ -264,22 +263,6 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _is_shared(name: str) -> bool:
+def is_shared(name: str) -> bool:
     """Return whether all readers of a run need a file: all but those of an exported model."""
     return not name.startswith(_EXPORTS)
-
-
-@contextlib.contextmanager
-def small_files(run_dir: str) -> Iterator[pathlib.Path]:
-    """Yield a local folder with the small files of a run that may be going on elsewhere, to read.
-
-    Args:
-        run_dir: The run, in a folder or in a bucket.
-    """
-    if not is_bucket(run_dir):
-        yield pathlib.Path(run_dir)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = pathlib.Path(temporary) / run_dir.rstrip("/").rpartition("/")[2]
-        BucketFiles(run_dir, folder).pull(_is_shared)
-        yield folder
