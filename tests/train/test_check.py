@@ -7,6 +7,7 @@ import re
 import types
 
 import jax.numpy as jnp
+import pytest
 
 import paravt_extras.check as command
 import train.run
