@@ -70,8 +70,9 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
         items = [item for item in loaded.items[: settings.limit] if item.content not in done]
         if done and hosts.is_first():
             kept = sum(item.content in done for item in loaded.items)
-            gone = f"{len(done) - kept} answers to questions that have changed or are gone"
-            print(f"kept: {kept} answers, not {gone}; asked: {len(items)}", file=sys.stderr)
+            dropped = f"{len(done) - kept} are not, as their questions have changed or are gone"
+            asked = f"{len(items)} questions are asked"
+            print(f"{kept} answers are kept, {dropped}; {asked}", file=sys.stderr)
         if items:
             if not settings.endpoint:
                 use_cache(folder.path)
