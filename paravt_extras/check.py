@@ -217,7 +217,8 @@ def _disk(run: Run, run_folder: RunFolder) -> str:
         return "a bucket"
     kept = KEEP + 2
     phases = sum(phase is not None for phase in (run.align, run.sft, run.rl))
-    needed = phases * kept * state_bytes(run) + model_bytes(run)
+    exported = total_bytes(abstract_weights(run.model, run.lora, run.train_vision))
+    needed = phases * kept * state_bytes(run) + exported
     there = sum(file.stat().st_size for file in run_folder.folder.rglob("*") if file.is_file())
     existing = next(x for x in (run_folder.folder, *run_folder.folder.parents) if x.exists())
     free = shutil.disk_usage(existing).free
@@ -237,9 +238,6 @@ def _size(count: float) -> str:
     return tqdm.format_sizeof(count, "B")
 
 
-# --- sizes, from the shapes of the model ---
-
-
 def state_bytes(run: Run) -> float:
     """Return the bytes of the largest checkpoint: trained weights, their moments, and the vision
     tower."""
@@ -252,8 +250,3 @@ def state_bytes(run: Run) -> float:
     moments = [jax.eval_shape(optimizer.init, trained) for optimizer in optimizers]
     saved = (trained, tower if run.lora is None else ())
     return total_bytes(saved) + max(map(total_bytes, moments), default=0.0)
-
-
-def model_bytes(run: Run) -> float:
-    """Return the bytes of the exported model."""
-    return total_bytes(abstract_weights(run.model, run.lora, run.train_vision))

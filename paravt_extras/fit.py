@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -43,7 +42,7 @@ from models.lora import LoRASettings
 from models.model import abstract_model
 from models.sharding import MESH_AXES, param_shardings
 from models.trained import TrainVision, cached_shape, split, split_vision
-from paravt_extras.slices import Devices, found_devices, known_slices
+from paravt_extras.slices import CHIPS, Devices, Topology, found_devices
 from paravt_jax.processes.cluster import run_command
 from rollout.engine.programs import CHUNK
 from rollout.engine.settings import EngineSizes
@@ -236,8 +235,9 @@ def _engines(memory: _Memory) -> Iterator[EngineSettings]:
 def smallest_slices(run: Run) -> str:
     """Return the names of the smallest slices that the run fits, one per generation of TPUs."""
     names = []
-    for _, slices in itertools.groupby(known_slices(), lambda topology: topology.chip):
-        for topology in slices:
+    for generation, chip in CHIPS.items():
+        for shape in chip.slices:
+            topology = Topology(f"{generation}:{shape}")
             try:
                 choose(run, topology.available)
             except (_TooLargeError, ValueError):  # ValueError: the mesh does not divide the devices

@@ -12,7 +12,6 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -184,7 +183,9 @@ def found_devices() -> Devices:
     own = jax.local_devices()[0]
     unused = _unused_accelerator() if own.platform == "cpu" else ""
     name = f"{count} x {own.device_kind}{unused}"
-    known = [memory for memory in hosts.gather(device_memory(own)) if memory is not None]
+    of_chip = [chip.hbm for chip in CHIPS.values() if own.device_kind in chip.kinds]
+    own_memory = of_chip[0] if of_chip else reported_memory(own)
+    known = [memory for memory in hosts.gather(own_memory) if memory is not None]
     memory = min(known) if len(known) == jax.process_count() else None
     slices = len({slice_of(device) for device in jax.devices()})
     return Devices(name, count, jax.process_count(), memory, own.platform, slices)
@@ -202,18 +203,3 @@ def _unused_accelerator() -> str:
                 "'import jax; jax.devices()' says why)"
             )
     return ""
-
-
-def device_memory(device: Any) -> float | None:
-    """Return the bytes that programs may use on a device; None if JAX does not report it for its
-    kind."""
-    for chip in CHIPS.values():
-        if device.device_kind in chip.kinds:
-            return chip.hbm
-    return reported_memory(device)
-
-
-def known_slices() -> Iterator[Topology]:
-    """Return all slices of every generation, from small to large."""
-    for generation, chip in CHIPS.items():
-        yield from (Topology(f"{generation}:{shape}") for shape in chip.slices)

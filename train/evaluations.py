@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import pathlib
-import time
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -130,14 +129,13 @@ class Evaluator:
         """Play all settings with `k` frames.
 
         Returns:
-            The content of the file: the results, the seconds that each took, episodes, and the
-            judge's counts.
+            The content of the file: the results, episodes, and the judge's counts.
         """
         # Start with an empty cache: results must not depend on where an interrupted evaluation
         # resumed.
         actor.sampler.forget()
         content: dict[str, Any] = {"phase": evaluation.phase, "step": evaluation.step}
-        content |= {"rows": [], "seconds": [], "episodes": []}
+        content |= {"rows": [], "episodes": []}
         if isinstance(actor.judge, RemoteJudge):
             content["judge"] = collections.Counter()
         for setting in [setting for setting in evaluation.settings if setting.frames == k]:
@@ -145,10 +143,8 @@ class Evaluator:
                 f"stopped while evaluating ({evaluation.name}); finished K are kept, K = {k} "
                 "starts again"
             )
-            begin = time.monotonic()
             played = self._play(actor, setting)
             content["rows"].append(summarise_setting(setting, played))
-            content["seconds"].append(time.monotonic() - begin)
             # The report shows only episodes with parallel dispatch, before and after RL.
             if setting.dispatch == "parallel" and evaluation.name in ("before", "after"):
                 content["episodes"] += [

@@ -89,22 +89,22 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[VisionLanguageModel, 
     """
     dtype = jnp.dtype(run.model.dtype)
     path = run.model.path
-    vocabulary = {"size": data.vocabulary.size, "digest": data.vocabulary.digest}
-    if path:
-        config = config_of(path, run.model)
-        check_vocabulary(config, data.vocabulary, path)
-    else:
-        config = model_config(run, data.vocabulary)
-    origin = {"vocabulary": vocabulary, "model": to_hf(config)}
+    origin: dict[str, Any] = {
+        "vocabulary": {"size": data.vocabulary.size, "digest": data.vocabulary.digest}
+    }
     if data.digest:
         origin["data"] = data.digest
     if path:
+        config = config_of(path, run.model)
+        check_vocabulary(config, data.vocabulary, path)
         model = load(path, config, mesh=mesh, dtype=dtype, param_dtype=run.param_dtype)
         origin["weights"] = weights_hash_of(path)
         if run.lora is not None:
             origin["base_fingerprint"] = base_fingerprint(model)
     else:
+        config = model_config(run, data.vocabulary)
         model = VisionLanguageModel(config, rngs=nnx.Rngs(run.seed), dtype=dtype)
+    origin["model"] = to_hf(config)
     return model, origin | {"param_dtype": model.text.embedding[...].dtype.name}
 
 

@@ -165,8 +165,12 @@ def _prepare_examples(
     questions: Sequence[Question] | None,
 ) -> Data:
     """Prepare published data or your own questions, and leave out those that are too long."""
-    if questions is not None or settings.questions:
-        questions = _own_questions(run, settings, questions)
+    if questions is not None:
+        require_unique_ids(questions)
+    elif settings.questions:
+        questions = read_questions(settings.questions, settings.media)
+    if questions is not None:
+        run.require_no_demonstrations()
     home = pathlib.Path(settings.folder) if questions is None else folder / OWN
     prepared = prepare_set(run, settings, home, check, questions)
     summary = prepared.summary
@@ -187,21 +191,6 @@ def _prepare_examples(
         counts[source].update({"kept": -1, reason: 1})
     require_examples(run, counts, home)
     return _split(run, data, too_long)
-
-
-def _own_questions(
-    run: Run, settings: DataSettings, questions: Sequence[Question] | None
-) -> Sequence[Question]:
-    """Return your own questions, passed from Python or read from `run.data.questions`.
-
-    Raises:
-        ValueError: They do not fit the settings.
-    """
-    run.require_no_demonstrations()
-    if questions is None:
-        return read_questions(settings.questions, settings.media)
-    require_unique_ids(questions)
-    return questions
 
 
 def prepare_set(
@@ -363,9 +352,9 @@ def note_unreadable(run: Run, data: Data, own: dict[str, str]) -> None:
     for others in hosts.gather(own):
         data.unreadable.update(others)
     count = len(data.unreadable)
-    if count == known:
-        return
     new = list(data.unreadable.items())[known:]
+    if not new:
+        return
     named = "; ".join(f"{path}: {why}" for path, why in new[-_NAMED:])
     line = f"{count} of {data.videos} videos cannot be read; the new ones: {named}"
     if hosts.is_first():

@@ -36,7 +36,7 @@ def read_evaluation_file(file: pathlib.Path) -> Record:
 
     Returns:
         `phase` and `step` of the weights that it was made from, the lines `rows`, `episodes`, and
-        some have `seconds` and `judge`.
+        some have `judge`.
 
     Raises:
         DamagedFileError: It is damaged.

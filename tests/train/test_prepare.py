@@ -69,6 +69,6 @@ def test_a_limit_that_is_too_small_for_the_worlds_questions_is_refused_before_re
     road, tmp_path
 ):
     protocol = dataclasses.replace(road.run.protocol, text_tokens=25)
-    with pytest.raises(ValueError, match=r"^protocol\.text_tokens = 25"):
+    with pytest.raises(ValueError, match=r"protocol\.text_tokens.*\(25\)"):
         prepare(dataclasses.replace(road.run, protocol=protocol), tmp_path)
     assert not list(tmp_path.rglob("*.mp4"))
