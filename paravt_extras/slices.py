@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-import os
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -51,13 +50,9 @@ CHIPS = {
     "v6e": Chip(918e12, 1638e9, 1, 31.24 * 2**30, ("TPU v6 lite", "TPU v6e"), _FLAT),
 }
 HOST_CHIPS = 4
-# What a machine with an accelerator has: files in /dev, or a variable of containers. The extra that
-# installs what JAX needs has the name of the platform.
-_SIGNS = (
-    ("cuda", "nvidia[0-9]*", "NVIDIA_VISIBLE_DEVICES"),
-    ("tpu", "accel[0-9]*", "TPU_WORKER_ID"),
-    ("tpu", "vfio/[0-9]*", "TPU_ACCELERATOR_TYPE"),
-)
+ACCELERATOR_FILES = {"nvidia[0-9]*": "cuda", "accel[0-9]*": "tpu", "vfio/[0-9]*": "tpu"}
+"""Files that an accelerator has in /dev, and the extra that installs what JAX needs, which has the
+name of the platform."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,12 +189,11 @@ def found_devices() -> Devices:
 def _unused_accelerator() -> str:
     """Return what to do about an accelerator of this machine that JAX did not find; empty if there
     is no sign of one."""
-    for kind, pattern, variable in _SIGNS:
-        files = [str(file) for file in pathlib.Path("/dev").glob(pattern)]
-        if files or os.environ.get(variable, "void") not in ("void", "none", ""):
+    for pattern, kind in ACCELERATOR_FILES.items():
+        for file in pathlib.Path("/dev").glob(pattern):
             return (
-                f" (JAX did not find what {[*files, variable][0]} stands for: unset JAX_PLATFORMS, "
-                f"or pip install -e '.[{kind}]'; JAX_PLATFORMS={kind} python -c "
-                "'import jax; jax.devices()' says why)"
+                f" (JAX did not find what {file} stands for: unset JAX_PLATFORMS, or pip install "
+                f"-e '.[{kind}]'; JAX_PLATFORMS={kind} python -c 'import jax; jax.devices()' says "
+                "why)"
             )
     return ""

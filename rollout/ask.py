@@ -174,7 +174,7 @@ class Assistant:
             video: The video file.
             question: The question.
             settings: Overview frames (K), temperature, dispatch and time limits. A time limit
-                includes compilation if these sizes are new, and waiting for other threads.
+                includes compilation if these sizes are new.
             options: Answers to choose from.
             subtitles: Subtitles to search (`paravt_jax.data.foreign.read_srt`), for a protocol
                 with the tool search_subtitles.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pathlib
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -33,7 +35,9 @@ REMEDY = f"start the same command on all hosts, or set {_VARIABLES[1]}=1 to run 
 HEARTBEAT = 100
 """Seconds of silence after which a process counts as dead and the others exit."""
 _SHUTDOWN = 3600  # seconds
-_STDERR = 2  # the file descriptor
+# File descriptors.
+_STDOUT = 1
+_STDERR = 2
 
 
 def connect(patience: int = 300) -> None:
@@ -174,6 +178,14 @@ def is_lost(error: Exception) -> bool:
     return lost and hosts.process_count() > 1
 
 
+def _has_devices() -> bool:
+    """Return whether JAX has the devices that it was told to use."""
+    try:
+        return bool(jax.devices())
+    except (RuntimeError, AssertionError):
+        return False
+
+
 def run_command(
     work: Callable[[], int | None],
     less_memory: str = "use larger devices",
@@ -189,8 +201,15 @@ def run_command(
         less_memory: What to do if a device has no memory left.
         in_words: Returns the message of an error that a user can mend.
     """
+    # Its programs compute in types of 32 bits and less, whatever JAX_ENABLE_X64 says.
+    jax.config.update("jax_enable_x64", False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A character that a terminal cannot show is no reason to lose the rest.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return work() or 0
+        code = work() or 0
+        sys.stdout.flush()
+        return code
     except Stopped as stop:
         print(f"\n{stop}; give the same command again", file=sys.stderr)
         return stop.code
@@ -203,6 +222,10 @@ def run_command(
                 "another process of this run ended or cannot be reached "
                 f"({one_line(error)}); start all of them again"
             )
+        elif isinstance(error, BrokenPipeError):
+            # What reads the output, such as `head`, has ended. Nor can Python flush it at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+            code, reason = 128 + signal.SIGPIPE, "nothing reads the output any more"
         elif isinstance(error, USER_ERRORS):
             code, reason = exit_code(error), in_words(error)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -210,6 +233,10 @@ def run_command(
         elif "RESOURCE_EXHAUSTED" in str(error):
             code = FAILED
             reason = f"a device has no memory left ({one_line(error)}); {less_memory}"
+        elif not _has_devices():
+            code = FAILED
+            platforms = os.environ.get("JAX_PLATFORMS", "")
+            reason = f"JAX_PLATFORMS={platforms}: JAX finds no such device here; unset it"
         else:
             traceback.print_exc()
             code = LOST

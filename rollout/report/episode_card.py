@@ -85,6 +85,8 @@ def _moments(path: pathlib.Path, card: dict[str, Any]) -> list[dict[str, Any]]:
 
     def add(target: str, window: tuple[float, float], text: str) -> None:
         start, end = read_range(text) or window
+        if not window[0] <= start <= end <= window[1]:
+            start, end = window  # the text counts something else than seconds
         picture = _frames(path, [(start + end) / 2])
         moments.append({"target": target, "window": window, "text": text, "frames": picture})
 

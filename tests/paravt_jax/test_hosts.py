@@ -109,6 +109,41 @@ def test_an_error_that_a_user_can_mend_is_one_line(error, code, more, capsys):
     assert capsys.readouterr().err == f"error: {error}{more}\n"
 
 
+COMMAND = """
+import sys
+import jax
+from paravt_jax.processes.cluster import run_command
+sys.exit(run_command(lambda: print("é", jax.numpy.ones(()).dtype)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reader", "code", "text"),
+    [
+        ("PYTHONIOENCODING", "ascii", "cat", 0, r"\xe9 float32"),
+        ("JAX_ENABLE_X64", "1", "cat", 0, "é float32"),
+        ("JAX_PLATFORMS", "cuda", "cat", 1, "error: JAX_PLATFORMS=cuda: JAX finds no such device"),
+        ("JAX_PLATFORMS", "cpu", "true", 141, "error: nothing reads the output any more"),
+    ],
+)
+def test_no_variable_and_no_terminal_ends_a_command_in_a_stack(variable, value, reader, code, text):
+    done = subprocess.run(
+        [
+            "bash",
+            "-c",
+            f'{sys.executable} -c "$1" | {reader}; exit ${{PIPESTATUS[0]}}',
+            "",
+            COMMAND,
+        ],
+        env=dict(os.environ, PYTHONPATH=str(ROOT), **{variable: value}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == code and done.stdout.startswith(text), done.stdout
+    assert len(done.stdout.splitlines()) == 1
+
+
 def test_a_single_process_is_a_whole_run():
     assert hosts.is_first()
     assert hosts.gather(3) == [3]

@@ -14,7 +14,7 @@ from configs import RECIPES
 from models.lora import LoRASettings
 from paravt_extras.fit import GIB, OPEN_FIELDS, choose_mesh, fit
 from paravt_extras.rehearsal import cut
-from paravt_extras.slices import CHIPS, Devices, Topology
+from paravt_extras.slices import ACCELERATOR_FILES, CHIPS, Devices, Topology
 from train.settings import Run, change
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def test_a_gpu_decodes_on_copies_with_as_many_slots_as_fit():
 
 def test_the_command_says_whether_a_recipe_fits_the_devices_here(monkeypatch, capsys):
     assert command.main(["--config=paravt_tiny"]) == 0
-    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
+    monkeypatch.setitem(ACCELERATOR_FILES, "null", "cuda")
     assert command.main(["--config=paravt_2b_lora"]) == 1
     message = capsys.readouterr().err
     assert "pip install -e '.[cuda]'" in message and "one of v4:2x2x1, v5e:1x1" in message
