@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.config import ModelConfig
-from models.features import tower_mesh
+from models.features.encoder import tower_mesh
 from models.fingerprint import fingerprint
 from models.lora import add_adapters, cast
 from models.model import VisionLanguageModel

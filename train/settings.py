@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from models.config import ModelConfig
 from models.family import FAMILIES, family
-from models.features import FrameSettings, frame_tokens
+from models.features.reader import FrameSettings, frame_tokens
 from models.lora import LoRASettings
 from models.trained import TrainVision
 from paravt_jax.checks import require_at_least

@@ -24,8 +24,8 @@ from jaxtyping import Shaped
 
 from models.config import ModelConfig
 from models.features.cache import Encoded, FeatureCache, FrameKey
-from models.features.encoder import FrameEncoder, tower_mesh
-from models.features.reader import FileRead, FrameSettings, Kind, VideoFiles, frame_tokens
+from models.features.encoder import FrameEncoder
+from models.features.reader import FileRead, FrameSettings, Kind, VideoFiles
 from models.sharding import Lowering
 from models.trained import TrainedVision, cached_shape
 from models.vision import VisionTower
@@ -36,16 +36,6 @@ from paravt_jax.data.frames import (
     window_indices,
 )
 from paravt_jax.method.records import Frame
-
-__all__ = [
-    "FrameFeatures",
-    "FrameSettings",
-    "FrameReading",
-    "ShownFrames",
-    "VideoFiles",
-    "frame_tokens",
-    "tower_mesh",
-]
 
 _FRAMES_PER_STEP = 64  # frames that count as one step of the sampler
 

@@ -27,9 +27,7 @@ from paravt_jax.method.records import Question, QuestionKind, Subtitle
 
 _MOST_BYTES = 1 << 30
 # An option behind its letter: "(A) one", "A. one", "A) one", "a: one".
-_LETTER = r"\s*(?:\(([A-Za-z])\)|([A-Za-z])[.):])"
-_OPTION = re.compile(_LETTER + r"\s*(.*)", re.DOTALL)
-_LINE = re.compile(_LETTER + r"[ \t]*(.*)")
+_OPTION = re.compile(r"\s*(?:\(([A-Za-z])\)|([A-Za-z])[.):])\s*(.*)", re.DOTALL)
 _BARE_LETTER = re.compile(r"\(?[A-Z][.)]?")
 _SPAN_RULE = "give a span of seconds, start before end: [12.5, 20]"
 # Names that are less alike than this are no misspellings.
@@ -284,7 +282,7 @@ def without_letters(options: Sequence[str]) -> list[str]:
 
     In ("A. Lincoln", "B. Obama", "A. Smith") they belong to the names and stay.
     """
-    return _words(options, _OPTION) or list(options)
+    return _words(options) or list(options)
 
 
 def split_options(text: str) -> tuple[str, tuple[str, ...]]:
@@ -296,16 +294,16 @@ def split_options(text: str) -> tuple[str, tuple[str, ...]]:
     lines = text.strip().split("\n")
     # The first line belongs to the question. Take the first line at which the options can start.
     for first in range(1, len(lines) - 1):
-        options = _words(lines[first:], _LINE)
+        options = _words(lines[first:])
         if options:
             return "\n".join(lines[:first]).strip(), tuple(options)
     return text.strip(), ()
 
 
-def _words(texts: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
+def _words(texts: Sequence[str]) -> list[str]:
     """Return the texts without their letters; empty unless they have the letters A, B, C, ... in
     order."""
-    matches = [match for match in map(pattern.fullmatch, texts) if match and match[3].strip()]
+    matches = [match for match in map(_OPTION.fullmatch, texts) if match and match[3].strip()]
     letters = "".join(match[1] or match[2] for match in matches)
     if len(matches) < len(texts) or not any(
         alphabet.startswith(letters)

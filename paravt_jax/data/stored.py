@@ -32,7 +32,7 @@ import os
 import pathlib
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
@@ -276,19 +276,6 @@ def write_sums(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
     write_checked_json(folder / SUMS, sums)
 
 
-def find_damage(folder: pathlib.Path, sums: Sums, names: Sequence[str]) -> list[str]:
-    """Return what is wrong with the files of a folder, one text per file; [] if they are sound.
-
-    Args:
-        folder: The folder that `sums` belongs to.
-        sums: Its sums.
-        names: The files to read.
-    """
-    with ThreadPoolExecutor(_THREADS) as pool:
-        damage = pool.map(lambda name: _damage(folder / name, sums[name]), names)
-        return [f"{name}: {what}" for name, what in zip(names, damage, strict=True) if what]
-
-
 def require_undamaged(folder: pathlib.Path, names: Iterable[str]) -> None:
     """Raise DamagedFileError if files of an export are damaged, or their sums.
 
@@ -297,9 +284,12 @@ def require_undamaged(folder: pathlib.Path, names: Iterable[str]) -> None:
     file = folder / SUMS
     remedy = f"export the model again, or delete {file} if you changed the files yourself"
     sums: Sums = read_checked_json(file, Sums, remedy) if file.exists() else {}
-    damage = find_damage(folder, sums, [name for name in names if name in sums])
-    if damage:
-        raise DamagedFileError(f"{folder / damage[0]}; {remedy}")
+    summed = [name for name in names if name in sums]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        damage = [*pool.map(lambda name: _damage(folder / name, sums[name]), summed)]
+    for name, what in zip(summed, damage, strict=True):
+        if what:
+            raise DamagedFileError(f"{folder / name}: {what}; {remedy}")
 
 
 def _damage(file: pathlib.Path, expected: Sum) -> str:

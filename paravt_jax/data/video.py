@@ -41,6 +41,9 @@ from paravt_jax.data.video_index import VideoIndex, decode, index_of, video_stre
 
 try:
     import decord
+
+    # Bad files are reported as VideoError, so decord need not print about them.
+    decord.logging.set_level(decord.logging.QUIET)
 except ImportError:
     # decord has wheels for x86-64 Linux only.
     decord = None
@@ -51,10 +54,6 @@ _PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
 
 # A seek costs about as much as reading and decoding this many frames.
 _SEEK_FRAMES = 4
-
-if decord is not None:
-    # Bad files are reported as VideoError, so decord need not print about them.
-    decord.logging.set_level(decord.logging.QUIET)
 
 
 def probe(path: str | os.PathLike) -> VideoInfo:

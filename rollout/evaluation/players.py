@@ -11,7 +11,8 @@ import pathlib
 from models.config import ModelConfig
 from models.devices import require_type
 from models.family import family_of
-from models.features import FrameFeatures, frame_tokens
+from models.features import FrameFeatures
+from models.features.reader import frame_tokens
 from models.peft_folder import base_folder
 from models.peft_folder import load as load_model
 from models.sharding import make_mesh

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from models.features import FrameFeatures, FrameSettings, frame_tokens
+from models.features import FrameFeatures, FrameSettings
+from models.features.reader import frame_tokens
 from models.vision import frame_layout, patchify
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
@@ -227,7 +228,8 @@ def test_eight_devices_share_the_frames():
         import jax
         import numpy as np
         from flax import nnx
-        from models.features import FrameFeatures, FrameSettings, tower_mesh
+        from models.features import FrameFeatures, FrameSettings
+        from models.features.encoder import tower_mesh
         from models.model import VisionLanguageModel
         from models.qwen3_vl.sizes import tiny
         from paravt_jax.data.frames import VideoInfo

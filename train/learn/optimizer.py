@@ -64,49 +64,32 @@ def make_optimizer(
         schedule: The learning rate by step; constant by default.
     """
     clip = optax.clip_by_global_norm(_MAX_GRAD_NORM)
-    make = _adamw if settings.name == "adamw" else _muon
-    return optax.chain(clip, make(settings, moment_dtype, schedule))
-
-
-def _adamw(
-    settings: OptimizerSettings, moment_dtype: DTypeLike, schedule: Schedule
-) -> optax.GradientTransformation:
-    return optax.adamw(
-        schedule(settings.learning_rate),
-        eps=EPS,
-        mu_dtype=moment_dtype,
-        weight_decay=settings.weight_decay,
-    )
-
-
-def _muon(
-    settings: OptimizerSettings, moment_dtype: DTypeLike, schedule: Schedule
-) -> optax.GradientTransformation:
-    return optax.contrib.muon(
-        schedule(_MUON_FACTOR * settings.learning_rate),
-        weight_decay=settings.weight_decay,
-        eps=EPS,
-        mu_dtype=moment_dtype,
-        adam_b2=_MUON_B2,
-        adam_weight_decay=settings.weight_decay,
-        adam_learning_rate=schedule(settings.learning_rate),
-        muon_weight_dimension_numbers=_matrix_axes,
-    )
+    rate, decay = schedule(settings.learning_rate), settings.weight_decay
+    if settings.name == "adamw":
+        steps = optax.adamw(rate, eps=EPS, mu_dtype=moment_dtype, weight_decay=decay)
+    else:
+        steps = optax.contrib.muon(
+            schedule(_MUON_FACTOR * settings.learning_rate),
+            weight_decay=decay,
+            eps=EPS,
+            mu_dtype=moment_dtype,
+            adam_b2=_MUON_B2,
+            adam_weight_decay=decay,
+            adam_learning_rate=rate,
+            muon_weight_dimension_numbers=_matrix_axes,
+        )
+    return optax.chain(clip, steps)
 
 
 # Input axes (summed over) and output axes of each matrix. Axis 0 is the layer and in neither, so
 # Muon treats the matrix of each layer by itself.
 _AXES = {
     # [layer, embed, heads, head_dim]
-    "q": optax.contrib.MuonDimensionNumbers(1, (2, 3)),
-    "k": optax.contrib.MuonDimensionNumbers(1, (2, 3)),
-    "v": optax.contrib.MuonDimensionNumbers(1, (2, 3)),
+    **dict.fromkeys(("q", "k", "v"), optax.contrib.MuonDimensionNumbers(1, (2, 3))),
     # [layer, heads, head_dim, embed]
     "o": optax.contrib.MuonDimensionNumbers((1, 2), 3),
     # [layer, in, out]
-    "gate": optax.contrib.MuonDimensionNumbers(1, 2),
-    "up": optax.contrib.MuonDimensionNumbers(1, 2),
-    "down": optax.contrib.MuonDimensionNumbers(1, 2),
+    **dict.fromkeys(("gate", "up", "down"), optax.contrib.MuonDimensionNumbers(1, 2)),
     # [layer, expert, in, out]
     "experts/gate_up": optax.contrib.MuonDimensionNumbers(2, 3),
     "experts/down": optax.contrib.MuonDimensionNumbers(2, 3),

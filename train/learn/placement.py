@@ -18,7 +18,6 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -42,16 +41,7 @@ Gradients = Callable[..., tuple[Any, dict[str, Array]]]
 
 # The axis of rows in each array of a batch, by the array's name. Arrays that are not listed are
 # replicated.
-BY_ROW = MappingProxyType(
-    {
-        "ids": 0,
-        "positions": 1,
-        "segments": 0,
-        "starts": 0,
-        "shared": 0,
-        "visual_index": 0,
-    }
-)
+_BY_ROW = {"ids": 0, "positions": 1, "segments": 0, "starts": 0, "shared": 0, "visual_index": 0}
 
 
 class Bank(NamedTuple):
@@ -131,7 +121,7 @@ def row_specs(batch: T, axes: str | tuple[str, ...]) -> T:
 
     def of(path: tuple, _: Any) -> PartitionSpec:
         name = _name(path)
-        return PartitionSpec(*[None] * BY_ROW[name], axes) if name in BY_ROW else PartitionSpec()
+        return PartitionSpec(*[None] * _BY_ROW[name], axes) if name in _BY_ROW else PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(of, batch)
 

@@ -19,7 +19,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from models.features import FrameFeatures, tower_mesh
+from models.features import FrameFeatures
+from models.features.encoder import tower_mesh
 from models.fingerprint import fingerprint
 from models.lora import NOTHING, cast
 from models.sharding import MESH_AXES, RULES, make_mesh, param_shardings
@@ -180,7 +181,9 @@ class WeightSync:
         wanted = fingerprint(text, dtype=self._dtype) + self._frozen_fingerprint
         if self._vision_sync is not None:
             moved = self._vision_sync(vision)
-            features.load(jax.tree.map(self._on_tower, moved))
+            # Every device has them whole; the tower takes those of this process.
+            on_tower = NamedSharding(tower_mesh(self._local), PartitionSpec())
+            features.load(jax.tree.map(lambda x: self._own(x, on_tower), moved))
             wanted += fingerprint(nnx.State({VISION: moved}))
         wanted %= 2**32
         held = (sampler.fingerprint() + features.fingerprint()) % 2**32
@@ -203,11 +206,6 @@ class WeightSync:
     def _take(self, moved: Any) -> Any:
         mesh = make_mesh(1, 1, len(self._devices), devices=self._devices)
         return jax.tree.map(self._own, moved, param_shardings(moved, mesh))
-
-    def _on_tower(self, x: jax.Array) -> jax.Array:
-        """Return an array that every device has, as one on this process's devices."""
-        sharding = NamedSharding(tower_mesh(self._local), PartitionSpec())
-        return self._own(x, sharding)
 
     def _own(self, x: jax.Array, sharding: Any) -> jax.Array:
         """Return this process's shards of an array as an array of its own, without a copy."""
