@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from paravt_jax.data.question_files import below, split_options, without_letters
+from paravt_jax.data.question_files import below, without_letters
 from paravt_jax.data.sources import MEDIA_PATTERNS
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.files import Record, read_records
@@ -146,6 +146,21 @@ def options_of(options: Any) -> tuple[str, ...]:
     if len(used) < 2:
         raise BrokenRecord("options are missing")
     return tuple(without_letters(used))
+
+
+def split_options(text: str) -> tuple[str, tuple[str, ...]]:
+    """Split a text into the question and the options in its last lines.
+
+    Every option is a line that starts with its letter, from A on. If the text does not end with
+    such lines, all of it is the question.
+    """
+    lines = text.strip().split("\n")
+    # The first line belongs to the question. Take the first line at which the options can start.
+    for first in range(1, len(lines) - 1):
+        options = without_letters(lines[first:])
+        if options != lines[first:]:
+            return "\n".join(lines[:first]).strip(), tuple(options)
+    return text.strip(), ()
 
 
 def choice(id: str, video: str, text: str, options: Sequence[str], answer: Any) -> Question:
