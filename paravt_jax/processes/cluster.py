@@ -198,7 +198,7 @@ def run_command(
 
     Args:
         work: Returns the exit code; None is 0.
-        less_memory: What to do if a device has no memory left.
+        less_memory: What to do if no memory is left.
         in_words: Returns the message of an error that a user can mend.
     """
     # Its programs compute in types of 32 bits and less, whatever JAX_ENABLE_X64 says.
@@ -230,9 +230,9 @@ def run_command(
             code, reason = exit_code(error), in_words(error)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 reason += "; make room, and give the same command again"
-        elif "RESOURCE_EXHAUSTED" in str(error):
+        elif isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             code = FAILED
-            reason = f"a device has no memory left ({one_line(error)}); {less_memory}"
+            reason = f"no memory is left ({one_line(error)}); {less_memory}"
         elif not _has_devices():
             code = FAILED
             platforms = os.environ.get("JAX_PLATFORMS", "")

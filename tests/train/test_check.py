@@ -77,9 +77,7 @@ def test_a_device_without_memory_is_one_line_with_what_a_resumed_run_may_change(
     monkeypatch.setattr(train.run, "prepare", take_too_much)
     assert train.run.main(["--config=paravt_tiny", "--run-dir", str(tmp_path / "run")]) == FAILED
     message = capsys.readouterr().err
-    assert message.startswith(
-        "error: a device has no memory left (JaxRuntimeError: RESOURCE_EXHAUSTED"
-    )
+    assert message.startswith("error: no memory is left (JaxRuntimeError: RESOURCE_EXHAUSTED")
     free, _ = message.split("new --run-dir")
     for flag in re.findall(r"--([\w.-]+)", free):
         name = flag.replace("-", "_")
