@@ -223,19 +223,16 @@ def read_companions(folder: Path) -> dict[str, bytes]:
     unused = {path.name for path in folder.glob("*.index.json")} - used
     paths = {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
     wanted = [path for path in sorted(paths) if path.name not in unused]
+    # Files are copied, so a link must not lead out of the model's folder.
     for path in wanted:
-        _require_inside(folder, path)
+        target = path.resolve()
+        if not is_inside(target, folder):
+            raise ForeignFileError(
+                f"{path}: a link to {target}, outside the model's folder; copy the file, or remove "
+                "it"
+            )
     require_undamaged(folder, [path.name for path in wanted])
     return {path.name: foreign.read_bytes(path) for path in wanted}
-
-
-def _require_inside(folder: Path, path: Path) -> None:
-    """Raise ValueError if a link leads out of a model's folder, whose files are copied."""
-    target = path.resolve()
-    if not is_inside(target, folder):
-        raise ForeignFileError(
-            f"{path}: a link to {target}, outside the model's folder; copy the file, or remove it"
-        )
 
 
 def new_files(

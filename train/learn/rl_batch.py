@@ -136,8 +136,14 @@ def lay_out(
         build(packed, groups, features.config, shape.all_rollouts, shape.suffix)
         for packed in pack(lengths, sizes)
     )
-    metrics = {"token_mismatches": float(mismatches(microbatches, groups))}
-    metrics |= _packing_metrics(microbatches)
+    size = sum(microbatch.ids.size for microbatch in microbatches)
+    filled = sum(int((microbatch.segments > 0).sum()) for microbatch in microbatches)
+    metrics = {
+        "token_mismatches": float(mismatches(microbatches, groups)),
+        "packing/microbatches": float(len(microbatches)),
+        "packing/size": float(size),
+        "packing/filled": filled / size,
+    }
     batch = _grpo_batch(rollouts, vocabulary.token_bytes, shape, version)
     current = 1.0
     if batch.current is not None:
@@ -241,16 +247,6 @@ def _slots(
                 "lower frames.max_pixels, or raise the largest frame budget"
             )
     return slots
-
-
-def _packing_metrics(microbatches: Sequence[Microbatch]) -> dict[str, float]:
-    size = sum(microbatch.ids.size for microbatch in microbatches)
-    tokens = sum(int((microbatch.segments > 0).sum()) for microbatch in microbatches)
-    return {
-        "packing/microbatches": float(len(microbatches)),
-        "packing/size": float(size),
-        "packing/filled": tokens / size,
-    }
 
 
 def _grpo_batch(

@@ -53,25 +53,18 @@ class RLSettings:
                 f"rl.frame_budgets: {self.frame_budgets}; give at least one number of frames, "
                 "each 1 or more"
             )
-        if self.updates_per_batch == 1:
-            _require_no_clips(self.grpo)
+        # In the first update of a batch, the ratio is 1.
+        for name in ("clip", "upper_clip", "dual_clip"):
+            value, unchanged = getattr(self.grpo, name), getattr(GRPOSettings(), name)
+            if self.updates_per_batch == 1 and value != unchanged:
+                raise ValueError(
+                    f"rl.grpo.{name}: {value} with rl.updates_per_batch 1; the policy ratio is 1 "
+                    "in a batch's first update, so no clip acts: raise rl.updates_per_batch, or "
+                    f"leave {name} at {unchanged}"
+                )
         if self.grpo.sequence_anchor and not self.rewards.format_weight:
             raise ValueError(
                 "rl.grpo.anchor: 'sequence' with rl.rewards.format_weight 0; R_anchor is part of "
                 "the format reward, so it would have no effect: raise the weight, or choose "
                 "another anchor"
-            )
-
-
-def _require_no_clips(grpo: GRPOSettings) -> None:
-    """Raise ValueError for a clip other than the default: in a first update, the ratio is 1."""
-    default = GRPOSettings()
-    for name in ("clip", "upper_clip", "dual_clip"):
-        value = getattr(grpo, name)
-        unchanged = getattr(default, name)
-        if value != unchanged:
-            raise ValueError(
-                f"rl.grpo.{name}: {value} with rl.updates_per_batch 1; the policy ratio is 1 in a "
-                f"batch's first update, so no clip acts: raise rl.updates_per_batch, or leave "
-                f"{name} at {unchanged}"
             )
