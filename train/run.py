@@ -148,7 +148,7 @@ def execute(
         if run.sft is not None:
             batches = SFTBatches(run.sft, data, ahead, run.seed, environment, mesh)
             with Saver(
-                "sft", run.sft.steps, run.sft.save_every, home, parts.origin, parts
+                "sft", run.sft.steps, _save_every(run.sft.steps), home, parts.origin, parts
             ) as saver:
                 weights = train_sft(parts, weights, batches, saver)
         evaluator.evaluate(weights, "before")
@@ -231,8 +231,13 @@ def _align(
     whole = NamedSharding(mesh, PartitionSpec())
     nnx.update(model, jax.device_put(nnx.state(model), whole))
     home = _checking(run, home, data, captioned.unreadable)
-    with Saver("align", run.align.steps, run.align.save_every, home, origin) as saver:
+    with Saver("align", run.align.steps, _save_every(run.align.steps), home, origin) as saver:
         align(model, captioned, run.align, run.seed, saver)
+
+
+def _save_every(steps: int) -> int:
+    """Return the steps between checkpoints of a phase without rollouts: a fifth, at most 100."""
+    return min(100, -(-steps // 5))
 
 
 def _show(run: Run, topology: str) -> int:

@@ -28,17 +28,10 @@ def stream(
     that JSON can store; `set_state` resumes exactly there. `grain.checkpoint` can save both.
 
     Args:
-        source: The records.
+        source: The records, at least one.
         seed: Seed of the shuffling.
-        batch: Records per batch. A batch may span two passes.
-
-    Raises:
-        ValueError: `source` is empty, or `batch` is below 1.
+        batch: Records per batch, at least 1. A batch may span two passes.
     """
-    if not len(source) or batch < 1:
-        raise ValueError(
-            f"loader: {len(source)} records in batches of {batch}; both need at least 1"
-        )
     order = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
     batches = order.batch(batch, drop_remainder=True, batch_fn=tuple)
     # Records are cheap to read. Without threads, nothing keeps running when a process is told to

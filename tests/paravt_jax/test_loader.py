@@ -41,12 +41,6 @@ def test_a_stream_resumes_from_its_state():
     assert take(stream, 20) == expected
 
 
-@pytest.mark.parametrize(("source", "batch"), [([], 1), ([1], 0)])
-def test_impossible_streams_are_refused(source, batch):
-    with pytest.raises(ValueError, match=f"{len(source)} records in batches of {batch}"):
-        loader.stream(source, 0, batch)
-
-
 class Numbers(grain.DatasetIterator[tuple[int, ...]]):
     """A stream of 0, 1, 2 ..., whose state is the next number."""
 

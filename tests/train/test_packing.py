@@ -21,6 +21,7 @@ from train.learn.packing import (
     microbatch_shapes,
     pack,
 )
+from train.learn.speed import real_tokens
 
 LONGEST = 700
 
@@ -35,10 +36,6 @@ SIZES = (
     (16_384, 1000, 5000, 2, 1),
     (3000, 130, 2900, 1, 1),
 )
-
-
-def real_tokens(groups: Sequence[GroupLengths]) -> int:
-    return sum(group.prompt + sum(group.suffixes) for group in groups)
 
 
 @st.composite

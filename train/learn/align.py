@@ -28,7 +28,6 @@ from paravt_jax.data.frames import PixelRules, VideoError
 from paravt_jax.method.records import Caption
 from paravt_jax.method.tokenizer import Vocabulary
 from train.durable.saver import Saver
-from train.learn.optimizer import supervised_save_every
 from train.learn.update import init_state
 
 
@@ -46,11 +45,6 @@ class AlignSettings:
     def __post_init__(self):
         require_at_least("align", self, 1, "steps", "batch")
         require_above("align", self, 0, "learning_rate")
-
-    @property
-    def save_every(self) -> int:
-        """Steps between checkpoints."""
-        return supervised_save_every(self.steps)
 
 
 @dataclasses.dataclass(frozen=True)

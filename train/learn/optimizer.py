@@ -45,11 +45,6 @@ class OptimizerSettings:
         require_at_least(section, self, 0, "weight_decay")
 
 
-def supervised_save_every(steps: int) -> int:
-    """Return the steps between checkpoints of a phase without rollouts: a fifth, at most 100."""
-    return min(100, -(-steps // 5))
-
-
 def make_optimizer(
     settings: OptimizerSettings,
     moment_dtype: DTypeLike = jnp.float32,

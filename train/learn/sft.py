@@ -40,7 +40,7 @@ from train.learn.conversation_rows import (
     most_visual,
     render_rows,
 )
-from train.learn.optimizer import OptimizerSettings, make_optimizer, supervised_save_every
+from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import GroupLengths
 from train.learn.placement import Bank, BankPlacer, put
 from train.learn.update import (
@@ -84,11 +84,6 @@ class SFTSettings:
                 f"sft.horizon: {self.horizon}, which ends before the {self.steps} updates of the "
                 "run; give at least as many, or 0"
             )
-
-    @property
-    def save_every(self) -> int:
-        """Steps between checkpoints."""
-        return supervised_save_every(self.steps)
 
     def learning_rate(self, peak: float) -> optax.Schedule | float:
         """Return the learning rate by update, given its peak."""
