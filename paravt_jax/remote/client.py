@@ -20,7 +20,7 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -51,12 +51,14 @@ REFUSALS = (400, 413, 422, 451)
 
 # Fields that some servers refuse, and the names to send instead; "" leaves a field out.
 _OPTIONAL = {"max_tokens": "max_completion_tokens", "temperature": "", "seed": "", "stop": ""}
-# How servers say that they do not take a field, and that a request is too long. In that case, they
-# may also name the field with the limit.
+# How servers say that they do not take a field, and that a request or a value is too large. In that
+# case, they may also name the field with the limit.
 _UNSUPPORTED = "(support|unknown|unrecogni[sz]ed|unexpected|extra|permitted|allowed|deprecated)"
 _TOKENS = ("prompt_tokens", "completion_tokens")
 _SECONDS = r"\d+(\.\d+)?(e-3)?"
-_TOO_LONG = "(?i)context|too (long|large)|exceed"
+_TOO_LARGE = "(context|too (long|large)|exceed|at most|maximum)"
+# A quota that is used up, and a reply without choices and without an error, do not pass in seconds.
+_LASTING = re.compile(rb'insufficient_quota|^(?!.*"error": ?[^n]).*"choices": ?null', re.DOTALL)
 
 Answer = TypeVar("Answer")
 
@@ -89,13 +91,8 @@ class Failure:
     """Whether the deadline of the request ended it."""
     wait: float = 0.0
     """Seconds that the server asks to wait before the next attempt."""
-
-    @property
-    def again(self) -> bool:
-        """Whether another attempt may succeed."""
-        # 408 (timeout), 409 (conflict), 425 (too early), 429 (too many requests) and server errors
-        # may be temporary.
-        return self.status in (0, 408, 409, 425, 429) or self.status >= 500
+    again: bool = True
+    """Whether another attempt may succeed."""
 
 
 Read = Callable[[Choice], Answer | Failure]
@@ -107,7 +104,7 @@ class Client:
     """Requests chat completions from one server.
 
     An optional field for which the server refuses a request, such as `temperature`, is left out or
-    renamed from then on.
+    renamed. Once a request has succeeded that way, all requests are sent so.
 
     Args:
         settings: Address, key variable, time limits and number of attempts.
@@ -120,8 +117,8 @@ class Client:
 
     def __init__(self, settings: ServerSettings):
         self._settings = settings
-        # Fields that the server has refused, and the names that are sent instead.
-        self._refused: dict[str, str] = {}
+        # Optional fields without which the server answers, and with which it does not.
+        self._refused: set[str] = set()
         # What `report` returns: since the start, and until the last report.
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
@@ -155,7 +152,7 @@ class Client:
         Returns:
             A future of the answer, or of the last attempt's failure. Cancel it to end the request.
         """
-        answer = self._ask(self._encode(body), read, deadline)
+        answer = self._ask(_encode(body, self._refused), read, deadline)
         return asyncio.run_coroutine_threadsafe(answer, _event_loop())
 
     def close(self) -> None:
@@ -198,8 +195,14 @@ class Client:
             await asyncio.sleep(min(outcome.wait, LONGEST_WAIT) + min(pause, LONGEST_WAIT))
         return await self._attempt(content, read)
 
-    async def _attempt(self, content: bytes, read: Read[Answer]) -> Answer | Failure:
-        """Make one request."""
+    async def _attempt(self, content: bytes, read: Read[Answer], *refused: str) -> Answer | Failure:
+        """Make one request, and another one without the fields that the server refuses.
+
+        Args:
+            content: The request.
+            read: Reads a completion.
+            refused: Fields that have been left out or renamed in the request.
+        """
         timeout = self._settings.timeout
         reply = b""
         try:
@@ -218,42 +221,36 @@ class Client:
             cause = type(error).__name__
             return Failure(f"the connection failed ({cause}); check the address and the server")
         key = self._http.headers.get("Authorization", "").removeprefix("Bearer ")
-        message = _server_message(reply, key)
+        # A redirect says where to.
+        message = _server_message(response.headers.get("Location", "").encode() or reply, key)
         status = response.status_code
-        accepted = self._without_refused(content, reply) if status in (400, 422) else content
-        if accepted != content:
-            return await self._attempt(accepted, read)
+        if status in (400, 422) and (fields := _refused_fields(content, reply)):
+            changed = _encode(json.loads(content), fields)
+            return await self._attempt(changed, read, *refused, *fields)
+        # 408 (timeout), 409 (conflict), 425 (too early), 429 (too many requests) and server errors
+        # may be temporary, and so may a broken reply.
+        temporary = response.is_success or status in (408, 409, 425, 429) or status >= 500
+        again = temporary and not _LASTING.search(reply)
         if not response.is_success:
             headers = response.headers
             # A date is ignored.
             asked = (headers.get("retry-after-ms", "") + "e-3", headers.get("retry-after", ""))
             waits = [float(each) for each in asked if re.fullmatch(_SECONDS, each, re.ASCII)]
             # A server knows best why it refuses a request.
-            own = message and status in REFUSALS and status not in _REMEDIES
-            remedy = "" if own else f"; {_REMEDIES.get(status, _LOG)}"
-            return Failure(f"status {status}{message}{remedy}", status, wait=max(waits, default=0))
+            own = message and (status in (400, 422, 451) or (status == 429 and not again))
+            text = f"status {status}{message}" + ("" if own else f"; {_REMEDIES.get(status, _LOG)}")
+            return Failure(text, status, wait=max(waits, default=0), again=again)
         choice = _choice(reply)
         if choice is None:
-            return Failure(f"the reply is not a complete chat completion{message}; {_ADDRESS}")
+            text = f"the reply is not a complete chat completion{message}; {_ADDRESS}"
+            # Nor does a page of HTML, such as a login.
+            return Failure(text, again=again and not reply.lstrip().startswith(b"<"))
+        for field in set(refused) - self._refused:
+            self._counts[f"{field}: {_OPTIONAL[field] or 'left out'}"] += 1
+            _log.warning("%s refuses %s: asks without it", self._settings.endpoint, field)
+        self._refused.update(refused)
         self._counts.update(choice.counts)
         return read(choice)
-
-    def _encode(self, body: Mapping[str, Any]) -> bytes:
-        """Return a request with the fields that the server takes."""
-        names = {name: self._refused.get(name, name) for name in body}
-        # Escaped to ASCII: a text may hold half of a surrogate pair, which UTF-8 cannot.
-        return json.dumps({new: body[name] for name, new in names.items() if new}).encode()
-
-    def _without_refused(self, content: bytes, reply: bytes) -> bytes:
-        """Return a refused request without the optional fields that the refusal names."""
-        body, refusal = json.loads(content), reply.decode("utf-8", errors="replace")
-        for field in body.keys() & _OPTIONAL.keys() - self._refused.keys():
-            named = rf"(?is){_UNSUPPORTED}.{{,40}}\b{field}\b|\b{field}\b.{{,40}}{_UNSUPPORTED}"
-            if re.search(named, refusal) and not re.search(_TOO_LONG, refusal):
-                self._refused[field] = _OPTIONAL[field]
-                self._counts[f"{field}: {_OPTIONAL[field] or 'left out'}"] += 1
-                _log.warning("%s refuses %s: asks without it", self._settings.endpoint, field)
-        return self._encode(body)
 
 
 @functools.cache
@@ -262,6 +259,24 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="remote-clients", daemon=True).start()
     return loop
+
+
+def _encode(body: Mapping[str, Any], refused: Collection[str]) -> bytes:
+    """Return a request; fields that the server refuses are left out or renamed."""
+    names = {name: _OPTIONAL[name] if name in refused else name for name in body}
+    # Escaped to ASCII: a text may hold half of a surrogate pair, which UTF-8 cannot.
+    return json.dumps({new: body[name] for name, new in names.items() if new}).encode()
+
+
+def _refused_fields(content: bytes, reply: bytes) -> set[str]:
+    """Return the optional fields of a request that a refusal names as unsupported."""
+    refusal = reply.decode("utf-8", errors="replace")
+    # Quoted or beside a colon: "stop" is also an English word. With a value after it, a name in
+    # quotes is part of the request, which some servers repeat.
+    named = r"""(["'`]FIELD\\?["'`](?!: ?["'\[\d])|: FIELD\b|\bFIELD: )"""
+    near = f"(?is)(?!.*{_TOO_LARGE}).*({_UNSUPPORTED}.{{,40}}{named}|{named}.{{,40}}{_UNSUPPORTED})"
+    fields = json.loads(content).keys() & _OPTIONAL.keys()
+    return {field for field in fields if re.match(near.replace("FIELD", field), refusal)}
 
 
 def _choice(body: bytes) -> Choice | None:
@@ -305,7 +320,8 @@ def _server_message(body: bytes, key: str) -> str:
         content = json.loads(text)
         error = content.get("error", content)
         # `metadata` is what a server behind this one says.
-        text = str(error.get("metadata") or error.get("message") or error.get("detail") or text)
+        said = [error.get(name) for name in ("message", "detail", "metadata")]
+        text = "; ".join(str(one) for one in said if one) or text
     # Control characters could move the cursor of the terminal that shows the message.
     printable = "".join(c if c.isprintable() else " " for c in text)
     # JSON may write a key's "/" as "\/".

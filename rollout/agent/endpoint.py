@@ -42,10 +42,9 @@ from rollout.engine.requests import Completion, Request, Sample, SampleStop
 
 # How servers say that they withhold a reply, that it was cut at its token limit, and that they did
 # not finish it. Everything else is a turn's end.
-_WITHHELD = re.compile("filter|refusal|safety")
+_WITHHELD = re.compile("filter|refusal|safety|prohibited|recitation|block|spii")
 _CUT = re.compile("length|max_tokens|max_output_tokens|exceeded")
-# "none": they gave no reason.
-_BROKEN = re.compile("none|error|abort|cancel|failed|timeout|insufficient")
+_BROKEN = re.compile("error|abort|cancel|failed|timeout|insufficient")
 # How servers say that they do not go on with a response that the request begins.
 _BEGUN = re.compile("assistant|continue_final_message|add_generation_prompt")
 HOPELESS = 20
@@ -211,23 +210,28 @@ class EndpointSampler:
         if _BROKEN.search(reason):
             return Failure(f"the server did not finish the reply ({shown}); look into its log")
         is_cut = _CUT.search(reason)
-        text = choice.text or ""
+        # Some servers also return text that the model wrote after the end of its turn.
+        text, ended, _ = (choice.text or "").partition(dialect.end)
         # What a parser took out of the text. Without that, a model may end its turn at once.
         taken = "reasoning" if choice.thought else "a call" if "call" in reason else ""
-        if not (text.strip() or choice.calls or is_cut or (choice.text == "" and not taken)):
+        is_empty = not (text.strip() or choice.calls or is_cut)
+        if is_empty and (taken or choice.text is None or choice.finish_reason is None):
             remedy = "serve the model with the parsers that were made for it, or with none"
             why = f"the reply has {taken or 'nothing'} and no text ({shown}); {remedy}"
             # A reply without anything may be an accident.
             return ("", SampleStop.FAILED, why) if taken else Failure(why)
-        if choice.thought:
-            # Its opening may belong to the request.
+        # Some servers leave in the text what they give beside it.
+        calls = [] if any(call for _, call in find_calls(text)) else choice.calls
+        if choice.thought and "</think>" not in text:
+            # Its opening may belong to the request; a thought that was cut has no end.
             opening = "" if begun else PINNED
-            text = f"{opening}{choice.thought}\n</think>\n{text}"
-        for call in choice.calls:
+            closing = "" if is_cut and not (text.strip() or calls) else "\n</think>\n"
+            text = f"{opening}{choice.thought}{closing}{text}"
+        for call in calls:
             written = json.dumps(call.get("function", call) if isinstance(call, dict) else call)
             text += rewrite_calls(f"\n<tool_call>\n{written}\n</tool_call>", dialect.calls)
-        # Some servers also return text that the model wrote after the end of its turn.
-        response, ended, _ = text.partition(dialect.end)
+        # A thought or a call may also hold the end.
+        response = text.partition(dialect.end)[0]
         if not ended and is_cut:
             return response, SampleStop.LENGTH, ""
         # A stop string is part of the response, but servers leave it out of the text.
