@@ -215,10 +215,9 @@ def _disk(run: Run, run_folder: RunFolder) -> str:
     """Require room for the run's checkpoints and the exported model."""
     if run_folder.shown != str(run_folder.folder):
         return "a bucket"
-    kept = KEEP + 2
     phases = sum(phase is not None for phase in (run.align, run.sft, run.rl))
     exported = total_bytes(abstract_weights(run.model, run.lora, run.train_vision))
-    needed = phases * kept * state_bytes(run) + exported
+    needed = phases * (KEEP + 2) * state_bytes(run) + exported
     there = sum(file.stat().st_size for file in run_folder.folder.rglob("*") if file.is_file())
     existing = next(x for x in (run_folder.folder, *run_folder.folder.parents) if x.exists())
     free = shutil.disk_usage(existing).free

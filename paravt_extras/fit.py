@@ -161,13 +161,12 @@ def choose(given: Run, devices: Devices) -> Fitted:
 
     def first(phase: str, need: Callable[[T], float], candidates: Iterable[T]) -> T:
         """Return the first settings for which a device has the memory."""
-        least = math.inf
         for candidate in candidates:
-            needs[phase] = need(candidate)
+            needs[phase] = min(need(candidate), needs.get(phase, math.inf))
             if needs[phase] <= memory.usable:
                 return candidate
-            least = min(least, needs[phase])
-        raise _TooLargeError(f"{phase}, which needs an estimated {least / GIB:.1f} GiB per device")
+        least = needs[phase] / GIB
+        raise _TooLargeError(f"{phase}, which needs an estimated {least:.1f} GiB per device")
 
     if run.sft is not None:
         counts = range(1, math.ceil(run.sft.rows / memory.row_devices) + 1)

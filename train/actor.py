@@ -81,10 +81,9 @@ def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader) ->
         parts: The model, whose vision tower is on this process's devices.
         reader: Reads the videos.
     """
-    model = parts.model
     features = FrameFeatures(
-        model.vision,
-        model.config,
+        parts.model.vision,
+        parts.model.config,
         run.frames,
         data.root,
         source=reader,

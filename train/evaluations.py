@@ -136,8 +136,6 @@ class Evaluator:
         actor.sampler.forget()
         content: dict[str, Any] = {"phase": evaluation.phase, "step": evaluation.step}
         content |= {"rows": [], "episodes": []}
-        if isinstance(actor.judge, RemoteJudge):
-            content["judge"] = collections.Counter()
         for setting in [setting for setting in evaluation.settings if setting.frames == k]:
             self.home.interrupts.check(
                 f"stopped while evaluating ({evaluation.name}); finished K are kept, K = {k} "
@@ -153,8 +151,9 @@ class Evaluator:
                     for each in played[:_TRANSCRIPTS]
                 ]
             if isinstance(actor.judge, RemoteJudge):
+                judged = content.setdefault("judge", collections.Counter())
                 for counts in hosts.gather(actor.judge.counts):
-                    content["judge"].update(counts)
+                    judged.update(counts)
         return content
 
     def _play(self, actor: EngineActor, setting: EpisodeSettings) -> list[Played]:

@@ -147,11 +147,9 @@ class EvaluationSettings:
 
         They are also played during RL, for the curves of the report.
         """
-        return tuple(
-            settings
-            for settings in self.episode_settings()
-            if settings.temperature == 0 and settings.dispatch == "parallel"
-        )
+        if 0 not in self.temperatures or "parallel" not in self.dispatch:
+            return ()
+        return tuple(EpisodeSettings(frames, 0.0, "parallel") for frames in self.frames)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,7 @@ def line_chart(
         low: value that the y-axis must include.
         high: value that the y-axis must include.
     """
-    steps, values = _thin(*_arrays(points))
+    steps, values = _thin(points)
     bounds = [bound for bound in (low, high) if bound is not None]
     axes = _axes(steps, np.append(values, bounds))
     span = len(values) // 12
@@ -70,7 +70,7 @@ def lines_chart(
         low: value that the y-axis must include.
         high: value that the y-axis must include.
     """
-    lines = [_thin(*_arrays(points)) for _, points in series]
+    lines = [_thin(points) for _, points in series]
     everything = np.concatenate(lines, axis=1)
     axes = _axes(everything[0], np.append(everything[1], (low, high)))
     for n, (steps, values) in enumerate(lines):
@@ -87,14 +87,10 @@ def moving_mean(values: np.ndarray, span: int) -> np.ndarray:
     return np.where(known, sums / np.maximum(counts, 1), np.nan)
 
 
-def _arrays(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values, NaN for None."""
+def _thin(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps and the values, NaN for None: neighbours are merged into at most `POINTS`
+    means. The first and the last step stay."""
     steps, values = np.array(points, float).T
-    return steps, values
-
-
-def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merge neighbours into at most `POINTS` means. The first and the last step stay."""
     if len(steps) <= POINTS:
         return steps, values
     groups = [group[np.isfinite(group)] for group in np.array_split(values, POINTS)]

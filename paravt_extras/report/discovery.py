@@ -29,18 +29,6 @@ def greedy(lines: Sequence[Record]) -> list[Record]:
     return sorted(matches, key=lambda line: line["k"])
 
 
-def greedy_curve(result: Record, last_step: int) -> list[Record]:
-    """Return the greedy lines before, during and after RL, each with its `step`.
-
-    Args:
-        result: Contents of result.json.
-        last_step: Number of RL steps.
-    """
-    before = [{"step": 0} | line for line in greedy(result.get("before", []))]
-    after = [{"step": last_step} | line for line in greedy(result.get("after", []))]
-    return [*before, *result.get("curve", []), *after]
-
-
 def of_group(name: str, key: str) -> Callable[[Record], float | None]:
     """Return a function from a line to a figure of a group; None if the line has no such group."""
     return lambda line: line.get("groups", {}).get(name, {}).get(key)
@@ -54,8 +42,9 @@ def learning_curves(result: Record, last_step: int) -> list[Record]:
         result: Contents of result.json.
         last_step: Number of RL steps so far.
     """
-    evaluated = greedy_curve(result, last_step)
-    before = [line for line in evaluated if line["step"] == 0]
+    before = [{"step": 0} | line for line in greedy(result.get("before", []))]
+    after = [{"step": last_step} | line for line in greedy(result.get("after", []))]
+    evaluated = [*before, *result.get("curve", []), *after]
     if not before or evaluated[-1]["step"] == 0:
         return []
 

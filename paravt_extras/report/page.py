@@ -235,7 +235,8 @@ def _phases(metrics: list[Record]) -> list[tuple[str, list[Record]]]:
 
 def _charts(lines: list[Record]) -> list[Record]:
     """Return the charts of the recorded metrics: known curves, seconds by phase, the rest."""
-    keys = {key for key in _recorded(lines) if not is_shown(key)}
+    keys = {key for line in lines for key, value in line.items() if isinstance(value, int | float)}
+    keys = {key for key in keys - {"step", "wall"} if not is_shown(key)}
     charts = [_curve(lines, curve) for curve in CURVES if curve.key in keys]
     rest = sorted(keys - {curve.key for curve in CURVES})
     shared = [key for key in rest if key.startswith(SECONDS)]
@@ -264,16 +265,6 @@ def _curve(lines: list[Record], curve: Curve) -> Record:
 
 def _points(lines: list[Record], key: str) -> list[Point]:
     return [(line["step"], line.get(key)) for line in lines]
-
-
-def _recorded(lines: list[Record]) -> set[str]:
-    """Return the names of metrics that have a value in some line."""
-    return {
-        key
-        for line in lines
-        for key, value in line.items()
-        if isinstance(value, int | float) and key not in ("step", "wall")
-    }
 
 
 # --- the table ---

@@ -143,20 +143,16 @@ def runs_of(command: Paradox) -> dict[str, list[Run]]:
     base = change(run, run.name, changes)
     cold_start = f"{command.run_dir}/cold-start{'-weak' if weak else ''}"
     start = dataclasses.replace(base, name="cold_start", rl=None, run_dir=cold_start)
+    from_cold_start = {"sft.steps": 0, "model.path": f"{cold_start}/model"}
     runs = {COLD_START: [start]}
     for arm in ("GRPO", "PARA-GRPO") if weak else ARMS:
         name = "-".join(arm.lower().replace("+", "").split())
-        changed = change(base, name, {**ARMS[arm], **from_cold_start(start)})
+        changed = change(base, name, {**ARMS[arm], **from_cold_start})
         runs[arm] = [
             dataclasses.replace(changed, seed=seed, run_dir=str(command.folder / f"{name}-{seed}"))
             for seed in command.seeds
         ]
     return runs
-
-
-def from_cold_start(start: Run) -> dict[str, Any]:
-    """Return the fields of a run that begins RL with the model of a finished cold start."""
-    return {"sft.steps": 0, "model.path": f"{start.run_dir}/model"}
 
 
 def figures(run: Run) -> Figures:
