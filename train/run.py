@@ -42,7 +42,7 @@ from train.actor import open_actor, open_environment
 from train.cli import parse
 from train.data import Data, QuestionStream
 from train.durable.metrics import MetricsWriter
-from train.durable.run_folder import RunFolder
+from train.durable.run_folder import RunFolder, begin_with, read_config
 from train.durable.saver import Home, Saver
 from train.evaluations import Evaluator
 from train.learn.align import CaptionedFrames, align
@@ -185,6 +185,7 @@ def _open_home(
     use_cache(run_folder.address)
     metrics = MetricsWriter(run_folder.folder)
     stack.enter_context(contextlib.closing(metrics))
+    config = read_config(run_folder.folder, "--run-dir")
     return Home(run_folder, config, metrics, interrupts=interrupts, profile=run.profile)
 
 
@@ -297,7 +298,11 @@ def _silence_stacks() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser("python -m train.run", add_help=False, allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="print what the run needs, and exit")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--check", action="store_true", help="print what the run needs, and exit")
+    group.add_argument(
+        "--resume-from", default="", help="begin a new --run-dir with RUN/checkpoints/PHASE/STEP"
+    )
     parser.add_argument(
         "--topology", default="", help="with --check: a TPU slice, such as v5e:4x4 or 2*v5e:4x4"
     )
@@ -305,7 +310,16 @@ def main(argv: list[str] | None = None) -> int:
     if options.topology and not options.check:
         parser.error("--topology: only with --check; a run uses the devices that it finds")
     run = parse(arguments, RECIPES, parser.prog, __doc__, [parser])
-    work = functools.partial(_show, topology=options.topology) if options.check else train
+
+    def start(run: Run) -> Run:
+        if options.resume_from:
+            config, run_dir = resolved(run), _run_folder(run).shown
+            hosts.from_first(lambda: begin_with(options.resume_from, config, run_dir))
+        return run
+
+    work = functools.partial(train, prepared=start)
+    if options.check:
+        work = functools.partial(_show, topology=options.topology)
     return command(run, work)
 
 

@@ -29,6 +29,7 @@ from paravt_jax.data.stored import read_checked_json, write_atomically
 from rollout.report.episode_card import episode_card
 from rollout.report.templates import environment, number
 from train.durable.metrics import PHASE_TITLES, read_jsonl, read_metrics
+from train.durable.run_folder import RESUMED
 from train.result import read_result, result_so_far
 
 Record = dict[str, Any]
@@ -104,6 +105,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
         name=config.get("name", root.name),
         rehearsal=config.get("model", {}).get("size") == REHEARSAL,
         progress="" if finished else progress(metrics),
+        resumed=config.get(RESUMED, []),
         temperature=_sampling_temperature(result),
         figures=key_figures(result),
         learning=learning,

@@ -189,14 +189,17 @@ def require_same(
         remedy: Last line of the message.
         error: Type of the exception.
     """
-    old, new = _flat(stored), _flat(wanted)
-    lines = [
-        f"  {name}: {old.get(name, _ABSENT)} -> {new.get(name, _ABSENT)}"
-        for name in old | new
-        if old.get(name) != new.get(name)
-    ]
+    changes = differences(stored, wanted).items()
+    lines = [f"  {name}: {old} -> {new}" for name, (old, new) in changes]
     if lines:
         raise error("\n".join([f"{what} (stored -> wanted):", *lines, remedy]))
+
+
+def differences(stored: dict[str, Any], wanted: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the old and the new value of each field that differs, as JSON."""
+    old, new = _flat(stored), _flat(wanted)
+    pairs = {name: (old.get(name, _ABSENT), new.get(name, _ABSENT)) for name in old | new}
+    return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:

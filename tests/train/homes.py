@@ -14,7 +14,7 @@ from train.durable.saver import Home, Saver
 def open_home(folder: pathlib.Path, **fields: Any) -> Home:
     """The home of a run in a folder."""
     metrics = MetricsWriter(folder)
-    home = Home(RunFolder(folder), {}, metrics)
+    home = Home(RunFolder(folder), {"rl": {"optimizer": {"learning_rate": 1.0}}}, metrics)
     return dataclasses.replace(home, **fields)
 
 

@@ -284,6 +284,44 @@ def test_a_mesh_with_too_many_devices_is_refused_before_any_data_is_made(small, 
     assert not (tmp_path / "run").exists()
 
 
+# --- from a checkpoint, with other settings ---
+
+
+def test_a_run_that_diverged_is_saved_by_the_command_that_it_prints(finished, tmp_path, capsys):
+    files = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    begin = ("--resume-from", str(finished / "checkpoints/rl/4"))
+    assert command(tmp_path / "bad", *begin, "--rl.optimizer.learning-rate", "1e38") == 1
+    flags = capsys.readouterr().err.partition(": add ")[2].removesuffix(" at its end\n").split()
+    # A tenth of an absurd rate still is one.
+    assert command(tmp_path / "bad", *begin, *flags[:-1], "1e-3") == 0
+    saved = tmp_path / "bad-2"
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == files
+    config = json.loads((saved / "config.json").read_text())
+    changes = [start["changed"] for start in config["resumed"]]
+    rate = "rl.optimizer.learning_rate"
+    assert changes == [{rate: ["0.001", "1e+38"]}, {rate: ["1e+38", "0.001"]}]
+    lines, sound = (read_metrics(folder / "metrics.jsonl") for folder in (saved, finished))
+    assert [line["loss"] for line in lines] == [line["loss"] for line in sound]
+    assert [line["step"] for line in lines if "changed_after" in line] == [4]
+    assert result_of(saved)["after"] == result_of(finished)["after"]
+    assert "After rl 4 of" in write_report(saved).read_text()
+
+
+@pytest.mark.parametrize(
+    ("step", "flags", "words"),
+    [
+        ("rl/5", (), r"no such checkpoint; give one of .*rl/4, .*rl/6\n"),
+        ("rl/4", ("--seed", "1", "--sft.steps", "5"), r"depends on seed = 0, sft.steps = 4: "),
+        ("rl/4", ("--rl.steps", "3"), r"rl.steps: 3; .* needs 4\n"),
+        ("rl/4", ("--rl.optimizer.name", "muon"), r'rl.optimizer.name = "adamw"'),
+    ],
+)
+def test_what_a_checkpoint_depends_on_is_named(finished, tmp_path, capsys, step, flags, words):
+    start = ("--resume-from", str(finished / "checkpoints" / step))
+    assert command(tmp_path / "new", *start, *flags) == 1
+    assert re.search(words, capsys.readouterr().err) and not list(tmp_path.iterdir())
+
+
 # --- killed in the middle ---
 
 

@@ -178,7 +178,10 @@ class Checkpoints:
         if part:
             stored = {name: leaf for name, leaf in stored.items() if name in wanted}
         else:
-            self._require_same(f"{folder} is another run's", record["identity"], self._identity)
+            # config.json tells about the settings, which may be those of an earlier run.
+            same = {"settings": self._identity.get("settings")}
+            stored_identity, identity = record["identity"] | same, self._identity | same
+            self._require_same(f"{folder} is another run's", stored_identity, identity)
         described = {name: _describe(leaf) for name, leaf in wanted.items()}
         self._require_same(f"{folder} holds a state with other leaves", stored, described)
         targets = {name: _target(leaf) for name, leaf in wanted.items()}
@@ -264,7 +267,7 @@ def read_record(checkpoint: AnyPath) -> dict[str, Any]:
     """
     record = json.loads((checkpoint / _META / "metadata").read_bytes())
     if not isinstance(record, dict) or record.pop("checksum", None) != _sum_of_json(record):
-        raise ValueError("meta: its checksum is wrong")
+        raise ValueError(f"{checkpoint / _META}: its checksum is wrong")
     return record
 
 

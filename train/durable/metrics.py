@@ -149,7 +149,7 @@ class MetricsWriter:
         self._events[phase].flush()
         return line
 
-    def truncate(self, phase: str, step: int) -> None:
+    def truncate(self, phase: str, step: int, note: Mapping[str, Any] | None = None) -> None:
         """Remove everything after `step` of `phase`, later phases included, before a run resumes.
 
         An incomplete last line leaves as well: the next one would be appended to it.
@@ -157,9 +157,12 @@ class MetricsWriter:
         Args:
             phase: The phase that resumes.
             step: The last step to keep.
+            note: Further fields of its line.
         """
         if hosts.is_first() and self.path.exists():
             kept = [line for line in read_metrics(self.path) if is_up_to(line, phase, step)]
+            if note is not None:
+                kept[-1].update(note)
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def close(self) -> None:

@@ -17,12 +17,15 @@ import functools
 import hashlib
 import os
 import pathlib
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 from paravt_jax.data.any_path import AnyPath, any_path, is_bucket, user_folder
 from paravt_jax.data.stored import (
+    appearing,
     as_json,
+    differences,
     lock,
     parse_checked_json,
     require_same,
@@ -33,7 +36,7 @@ from paravt_jax.processes.exit_codes import Stopped, UserError
 from train.durable.bucket import BucketFiles, named_errors
 from train.durable.checkpoint import kept_checkpoints, read_record
 from train.durable.lease import Lease
-from train.durable.metrics import say
+from train.durable.metrics import PHASES, MetricsWriter, say
 
 FORMAT = 14
 """Version of a run's files. Raise it when this code cannot read older runs."""
@@ -50,6 +53,17 @@ MAY_CHANGE = (
 )
 """Settings that may change when a run resumes. They decide whether it continues, and on which
 devices. Results stay the same, up to the rounding that another mesh brings."""
+
+RESUMED = "resumed"
+"""Field of config.json in a run that began with a checkpoint of another one, which may have done
+that, too: each with `from`, `phase`, `step`, and the settings that `changed` (old and new)."""
+
+# Settings on which a checkpoint of their phase depends. Others of it may change from then on.
+_FIXED = ("sft.rows", "row_tokens", "rl.updates_per_batch", "max_staleness", "optimizer.name")
+# With `rl.max_staleness`, a checkpoint of RL holds episodes, which depend on these.
+_IN_FLIGHT = ("rl.prompts", "rl.grpo.group_size", "rl.frame_budgets", "rl.temperature")
+# What a run takes from another one, beside checkpoints and metrics.
+_TAKEN = ("videos", "records", "tokenizer", "questions", "tensorboard", "evaluation")
 
 _LOCK = ".lock"
 _CONFIG = "config.json"
@@ -113,7 +127,7 @@ class RunFolder:
                     f"{existing} is no folder to write to; give --run-dir in a writable folder"
                 )
         with named_errors(self.shown):
-            return self.address.exists() and _is_continued(self.address, config)
+            return self.address.exists() and _history(self.address, config) is not None
 
     def claim(self, config: dict[str, Any], stack: contextlib.ExitStack) -> None:
         """Lock the run until `stack` closes. Only the first process calls it.
@@ -189,29 +203,92 @@ def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> Iterato
     folder = pathlib.Path(run_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder / _LOCK):
-        if _is_continued(folder, config) and not (folder / _CONFIG).exists():
+        history = _history(folder, config)
+        if history is not None and not (folder / _CONFIG).exists():
             say(f"{folder / _CONFIG}: lost; the newest checkpoint has the settings of this command")
-        write_checked_json(folder / _CONFIG, {"format": FORMAT, **config}, indent=1)
+        _write_config(folder, config, history)
         yield
 
 
-def _is_continued(folder: AnyPath, config: dict[str, Any]) -> bool:
-    """Return whether a folder holds this run; False if nothing was made there yet.
+def _write_config(folder: pathlib.Path, config: dict[str, Any], history: Any) -> None:
+    resumed = {RESUMED: history} if history else {}
+    write_checked_json(folder / _CONFIG, {"format": FORMAT, **config, **resumed}, indent=1)
+
+
+def begin_with(checkpoint: str, config: dict[str, Any], run_dir: str) -> None:
+    """Make the folder of a run that goes on from a checkpoint of another run, unless it is there.
+
+    Args:
+        checkpoint: RUN/checkpoints/PHASE/STEP.
+        config: The settings of the new run.
+        run_dir: Its folder.
+
+    Raises:
+        RunFolderError: There is no such checkpoint, or it depends on a setting that differs.
+        OSError: The folder holds other files.
+    """
+    flag, folder = f"--resume-from {checkpoint}", pathlib.Path(run_dir)
+    if is_bucket(checkpoint) or is_bucket(run_dir):
+        raise RunFolderError(f"{flag}: only for runs in folders; copy the one in a bucket there")
+    source = pathlib.Path(checkpoint).absolute()
+    if (folder / _CONFIG).exists():
+        return
+    run = checkpoint.partition("/checkpoints")[0]
+    kept = kept_checkpoints(pathlib.Path(run).absolute() / "checkpoints")
+    if source not in kept:
+        shown = ", ".join(f"{run}/checkpoints/{x.parent.name}/{x.name}" for x in kept)
+        raise RunFolderError(f"{flag}: no such checkpoint; give one of {shown or 'another run'}")
+    phase, step, old_run = source.parent.name, int(source.name), source.parents[2]
+    settings = read_record(source)["identity"]["settings"]
+    history = settings.pop(RESUMED, [])
+    changed = differences(settings, identity(as_json(config)))
+    fixed = [f"{x} = {old}" for x, (old, _) in changed.items() if _is_fixed(x, phase, settings)]
+    if fixed:
+        raise RunFolderError(f"{flag} depends on {', '.join(fixed)}: give the same again")
+    if config[phase]["steps"] < step:
+        raise RunFolderError(f"{phase}.steps: {config[phase]['steps']}; {flag} needs {step}")
+    history.append({"from": str(source), "phase": phase, "step": step, "changed": changed})
+    earlier = [f"checkpoints/{name}" for name in PHASES[: PHASES.index(phase)]]
+    # The phase may end elsewhere, so what was played at its end is played again.
+    ends = ["after-*"] if phase == "rl" else ["before-*", "after-*"]
+    ignore = shutil.ignore_patterns(_LOCK, *ends)
+    with appearing(folder) as new:
+        for name in (*_TAKEN, *earlier, f"checkpoints/{phase}/{step}"):
+            if (old_run / name).exists():
+                shutil.copytree(old_run / name, new / name, ignore=ignore)
+        _write_config(new, config, history)
+        shutil.copy(old_run / "metrics.jsonl", new)
+        MetricsWriter(new).truncate(phase, step, {"changed_after": changed})
+
+
+def _is_fixed(name: str, phase: str, settings: dict[str, Any]) -> bool:
+    """Return whether a checkpoint of a phase depends on a setting."""
+    section = name.partition(".")[0]
+    if section != phase:
+        return section not in ("name", *PHASES[PHASES.index(phase) + 1 :])
+    in_flight = _IN_FLIGHT if phase == "rl" and settings["rl"]["max_staleness"] else ()
+    return name.endswith((*_FIXED, *in_flight)) or "." not in name
+
+
+def _history(folder: AnyPath, config: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return `RESUMED` of this run; None if nothing was made in the folder yet.
 
     Raises:
         RunFolderError: The folder holds another run or other files.
     """
     others = sorted(entry.name for entry in folder.iterdir() if entry.name not in _FIRST)
     if not others:
-        return False
+        return None
+    stored = _stored_settings(folder, others)
+    history = stored.pop(RESUMED, [])
     require_same(
         f"--run-dir {folder} holds a run of another configuration",
-        _stored_settings(folder, others),
+        stored,
         identity(as_json(config)),
         "Name another --run-dir, or use its settings.",
         RunFolderError,
     )
-    return True
+    return history
 
 
 def _stored_settings(folder: AnyPath, others: list[str]) -> dict[str, Any]:

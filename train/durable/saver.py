@@ -28,7 +28,7 @@ from models.compilation import Compilations
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import Stopped
 from paravt_jax.processes.interrupts import Interrupts
-from train.durable.checkpoint import Checkpoints, not_finite
+from train.durable.checkpoint import Checkpoints, kept_checkpoints, not_finite
 from train.durable.metrics import (
     PHASE_TITLES,
     PHASES,
@@ -60,10 +60,6 @@ _ARRAYS = (
 )
 WARM_UP = 3
 """Steps of a process in which programs of a phase may still compile."""
-_LOWER = (
-    "what is saved is finite, but the same command computes the same again: lower the "
-    "learning rate in another --run-dir"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +221,7 @@ class Saver:
         """
         # A sum is finite only if both terms are.
         if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
-            raise ValueError(f"the loss of {self._step(step)} is not finite; {_LOWER}")
+            raise self._diverged(f"the loss of {self._step(step)}")
         measured = self._measured(step, state, metrics, lengths)
         values = {**metrics, **measured}
         line = self._home.metrics.write(self.name, step, values, self._again)
@@ -300,12 +296,26 @@ class Saver:
         destroyed = not_finite(state)
         if destroyed:
             # An update with a finite loss has destroyed it.
-            raise ValueError(f"after {self._step(step)}, {destroyed} is not finite; {_LOWER}")
+            raise self._diverged(f"after {self._step(step)}, {destroyed}")
         with jax.profiler.TraceAnnotation("save"):
             self._home.check()
             self._home.run_folder.push()
             score = hosts.from_first(lambda: self._score(step))
             self._checkpoints.save(step, state, pack(cursor), score)
+
+    def _diverged(self, what: str) -> ValueError:
+        """Return the error of a number that is not finite, with a command that goes on."""
+        settings = self._home.config[self.name]
+        rate = settings.get("optimizer", settings)["learning_rate"] / 10
+        section = "optimizer." if "optimizer" in settings else ""
+        self._checkpoints.wait()
+        kept = kept_checkpoints(self._home.run_folder.checkpoints)
+        start = f"--resume-from {kept[-1]} " if kept else ""
+        return ValueError(
+            f"{what} is not finite; what is saved is, but the same command computes the same again:"
+            f" add {start}--run-dir {self._home.run_folder.shown}-2 "
+            f"--{self.name}.{section}learning-rate {rate:g} at its end"
+        )
 
     def _step(self, step: int) -> str:
         """Return a step as the progress lines name it."""
