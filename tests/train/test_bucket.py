@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax.numpy as jnp
 import pytest
 
 from configs.paravt_tiny import paravt_tiny
@@ -24,6 +25,7 @@ from train.durable.bucket import (
     OutageError,
     named_errors,
 )
+from train.durable.checkpoint import Checkpoints
 from train.durable.lease import Lease, LeaseError
 from train.durable.run_folder import RunFolder, RunFolderError
 from train.run import main
@@ -240,10 +242,16 @@ def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick
     with contextlib.ExitStack() as stack:
         run_folder.claim(settings, stack)
         fill(run_folder.folder, {"metrics.jsonl": "1\n"})
+        checkpoints = Checkpoints(run_folder.checkpoints / "sft", {"settings": settings})
+        checkpoints.save(3, {"w": jnp.zeros(2)}, {})
+        checkpoints.close()
         with pytest.raises(BlockingIOError, match=f"^{run_folder.folder}.lock: in use"):
             RunFolder("gs://bucket/claims/x").claim(settings, contextlib.ExitStack())
     # A run that ends pushes what it wrote last.
     assert store.read("claims/x/metrics.jsonl") == b"1\n"
+    config = store.read("claims/x/config.json")
+    # The checkpoint has the settings, too.
+    store.delete("claims/x/config.json")
     machine("second")
     again = RunFolder("gs://bucket/claims/x")
     assert again.require_usable(settings)
@@ -251,6 +259,7 @@ def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick
     with contextlib.ExitStack() as stack:
         again.claim(settings, stack)
         assert content(again.folder)["metrics.jsonl"] == "1\n"
+        assert store.read("claims/x/config.json") == config
     other = settings | {"name": "y"}
     for use in (again.require_usable, lambda x: again.claim(x, contextlib.ExitStack())):
         with pytest.raises(RunFolderError) as error:

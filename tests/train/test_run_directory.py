@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from paravt_jax.data.stored import DamagedFileError, write_checked_json
 from tests.damaged import damaged_versions
-from train.durable.checkpoint import Checkpoints
+from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.run_folder import (
     FORMAT,
     RunFolderError,
@@ -112,6 +113,16 @@ def test_a_lost_configuration_is_that_of_the_newest_checkpoint(tmp_path, capsys)
     claim(tmp_path, CONFIG)
     assert (tmp_path / "config.json").read_bytes() == written
     assert "config.json: lost; " in capsys.readouterr().err
+    (tmp_path / "config.json").unlink()
+    metadata = tmp_path / "checkpoints" / "sft" / "10" / "meta" / "metadata"
+    for damage in (lambda: metadata.write_bytes(b"{}"), metadata.unlink):
+        damage()
+        with pytest.raises(
+            CheckpointError, match=rf"^{tmp_path}.*sft/10 cannot .* delete it to res"
+        ):
+            claim(tmp_path, CONFIG)
+    shutil.rmtree(metadata.parents[1])
+    claim(tmp_path, CONFIG | {"seed": 3})
 
 
 def test_a_directory_of_another_format_is_refused_in_one_line(tmp_path: pathlib.Path) -> None:

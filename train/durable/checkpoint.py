@@ -151,7 +151,8 @@ class Checkpoints:
 
     def identity(self, step: int) -> dict[str, Any]:
         """Read only what checkpoint `step` belongs to."""
-        return self._record(step)["identity"]
+        self.wait()
+        return read_record(self.folder / str(step))["identity"]
 
     def restore(self, template: T, step: int, part: bool = False) -> tuple[T, Any]:
         """Read a checkpoint onto this run's devices, whatever devices it was saved from.
@@ -171,9 +172,10 @@ class Checkpoints:
             CheckpointError: It cannot be read or is not what was saved, it has another identity, or
                 its leaves differ from the template's.
         """
-        record = self._record(step)
-        wanted = _named_leaves(template)
+        self.wait()
         folder = self.folder / str(step)
+        record = read_record(folder)
+        wanted = _named_leaves(template)
         stored = record["leaves"]
         if part:
             stored = {name: leaf for name, leaf in stored.items() if name in wanted}
@@ -193,7 +195,7 @@ class Checkpoints:
         arrays = self._read(step, _STATE, arguments)
         damaged = [name for name, own in _sums(arrays).items() if own != record["sums"][name]]
         if damaged:
-            raise self.unreadable(step, f"{damaged[0]}: its checksum is wrong")
+            raise unreadable(folder, f"{damaged[0]}: its checksum is wrong")
         leaves = [arrays[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(template), leaves), record["cursor"]
 
@@ -223,13 +225,6 @@ class Checkpoints:
             "intact: make room if the disk is full, and start the same command again."
         ) from error
 
-    def _record(self, step: int) -> dict[str, Any]:
-        self.wait()
-        try:
-            return read_record(self.folder / str(step))
-        except (OSError, ValueError) as error:
-            raise self.unreadable(step, one_line(error)) from error
-
     def _read(self, step: int, item: str, arguments: Any) -> Any:
         """Read an item of a checkpoint.
 
@@ -238,22 +233,28 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: arguments}))[item]
         except Exception as error:
-            raise self.unreadable(step, one_line(error)) from error
-
-    def unreadable(self, step: int, cause: str) -> CheckpointError:
-        """Return the error of a checkpoint that cannot be read."""
-        older = any(other < step for other in self.steps())
-        again = "to resume from the one before it" if older else "to start again"
-        return CheckpointError(
-            f"{self.folder / str(step)} cannot be read ({cause}): if it is damaged, restore it "
-            f"from a backup, or delete it {again}"
-        )
+            raise unreadable(self.folder / str(step), one_line(error)) from error
 
 
 def kept_checkpoints(folder: AnyPath) -> list[AnyPath]:
     """Return the complete checkpoints below the folder `checkpoints` of a run, in their order."""
-    phases = ([x for x in (folder / phase).glob("*") if x.name.isdigit()] for phase in PHASES)
-    return [path for phase in phases for path in sorted(phase, key=lambda x: int(x.name))]
+    return [path for phase in PHASES for path in _kept(folder / phase)]
+
+
+def _kept(phase: AnyPath) -> list[AnyPath]:
+    steps = [path for path in phase.glob("*") if path.name.isdigit()]
+    return sorted(steps, key=lambda path: int(path.name))
+
+
+def unreadable(checkpoint: AnyPath, cause: str) -> CheckpointError:
+    """Return the error of a checkpoint that cannot be read."""
+    with named_errors(str(checkpoint)):
+        older = any(int(other.name) < int(checkpoint.name) for other in _kept(checkpoint.parent))
+    again = "to resume from the one before it" if older else "to start again"
+    return CheckpointError(
+        f"{checkpoint} cannot be read ({cause}): if it is damaged, restore it from a backup, or "
+        f"delete it {again}"
+    )
 
 
 def read_record(checkpoint: AnyPath) -> dict[str, Any]:
@@ -262,12 +263,14 @@ def read_record(checkpoint: AnyPath) -> dict[str, Any]:
     It needs no other process, unlike what Orbax reads.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is damaged.
+        CheckpointError: It cannot be read, or is damaged.
     """
-    record = json.loads((checkpoint / _META / "metadata").read_bytes())
+    try:
+        record = json.loads((checkpoint / _META / "metadata").read_bytes())
+    except (OSError, ValueError) as error:
+        raise unreadable(checkpoint, one_line(error)) from error
     if not isinstance(record, dict) or record.pop("checksum", None) != _sum_of_json(record):
-        raise ValueError(f"{checkpoint / _META}: its checksum is wrong")
+        raise unreadable(checkpoint, f"{_META}: its checksum is wrong")
     return record
 
 

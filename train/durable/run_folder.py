@@ -147,9 +147,8 @@ class RunFolder:
             # A frozen process that has lost its lease still works on these files.
             stack.enter_context(lock(pathlib.Path(f"{self.folder}{_LOCK}")))
             self._lease = stack.enter_context(contextlib.closing(Lease(self.shown)))
-            self.require_usable(config)
             self._files.pull()
-        stack.enter_context(claim_folder(self.folder, config))
+        stack.enter_context(claim_folder(self.folder, config, self.address))
         self.push()
         stack.push(self._push_at_end)
 
@@ -182,7 +181,9 @@ class RunFolder:
 
 
 @contextlib.contextmanager
-def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> Iterator[None]:
+def claim_folder(
+    run_dir: str | pathlib.Path, config: dict[str, Any], address: AnyPath | None = None
+) -> Iterator[None]:
     """Create or reopen a run's folder, and lock it in the block.
 
     A new folder gets config.json; an existing one must hold the same configuration. Settings in
@@ -192,6 +193,7 @@ def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> Iterato
     Args:
         run_dir: Created if needed.
         config: The run's settings, as JSON can hold them.
+        address: The run, if it is in a bucket: its checkpoints are there.
 
     Raises:
         OSError: The folder cannot be written.
@@ -202,10 +204,13 @@ def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> Iterato
     """
     folder = pathlib.Path(run_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    held = address or folder
     with lock(folder / _LOCK):
-        history = _history(folder, config)
-        if history is not None and not (folder / _CONFIG).exists():
-            say(f"{folder / _CONFIG}: lost; the newest checkpoint has the settings of this command")
+        with named_errors(str(held)):
+            history = _history(held, config)
+            lost = history is not None and not (held / _CONFIG).exists()
+        if lost:
+            say(f"{held / _CONFIG}: lost; the newest checkpoint has the settings of this command")
         _write_config(folder, config, history)
         yield
 

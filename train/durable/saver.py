@@ -28,7 +28,7 @@ from models.compilation import Compilations
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import Stopped
 from paravt_jax.processes.interrupts import Interrupts
-from train.durable.checkpoint import Checkpoints, kept_checkpoints, not_finite
+from train.durable.checkpoint import Checkpoints, kept_checkpoints, not_finite, unreadable
 from train.durable.metrics import (
     PHASE_TITLES,
     PHASES,
@@ -186,7 +186,8 @@ class Saver:
                 cursor = unpack(packed)
             except Exception as error:  # a damaged one finds errors of every kind
                 what = f"its position in the data: {error}"
-                raise self._checkpoints.unreadable(self.finished_steps, what) from error
+                folder = self._checkpoints.folder / str(self.finished_steps)
+                raise unreadable(folder, what) from error
         self._again = hosts.from_first(self._is_made_again)
         if self.left:
             self._go_on()
