@@ -180,10 +180,7 @@ class Checkpoints:
         if part:
             stored = {name: leaf for name, leaf in stored.items() if name in wanted}
         else:
-            # config.json tells about the settings, which may be those of an earlier run.
-            same = {"settings": self._identity.get("settings")}
-            stored_identity, identity = record["identity"] | same, self._identity | same
-            self._require_same(f"{folder} is another run's", stored_identity, identity)
+            self._require_same(f"{folder} is another run's", record["identity"], self._identity)
         described = {name: _describe(leaf) for name, leaf in wanted.items()}
         self._require_same(f"{folder} holds a state with other leaves", stored, described)
         targets = {name: _target(leaf) for name, leaf in wanted.items()}
@@ -272,6 +269,14 @@ def read_record(checkpoint: AnyPath) -> dict[str, Any]:
     if not isinstance(record, dict) or record.pop("checksum", None) != _sum_of_json(record):
         raise unreadable(checkpoint, f"{_META}: its checksum is wrong")
     return record
+
+
+def hand_over(checkpoint: AnyPath, settings: dict[str, Any]) -> None:
+    """Let a copy of a checkpoint belong to a run of other settings."""
+    record = read_record(checkpoint)
+    record["identity"]["settings"] = settings
+    record = {"checksum": _sum_of_json(record), **record}
+    (checkpoint / _META / "metadata").write_text(json.dumps(record))
 
 
 def not_finite(state: PyTree) -> str:

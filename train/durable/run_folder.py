@@ -34,7 +34,7 @@ from paravt_jax.data.stored import (
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import Stopped, UserError
 from train.durable.bucket import BucketFiles, named_errors
-from train.durable.checkpoint import kept_checkpoints, read_record
+from train.durable.checkpoint import hand_over, kept_checkpoints, read_record
 from train.durable.lease import Lease
 from train.durable.metrics import PHASES, MetricsWriter, say
 
@@ -262,6 +262,8 @@ def begin_with(checkpoint: str, config: dict[str, Any], run_dir: str) -> None:
             if (old_run / name).exists():
                 shutil.copytree(old_run / name, new / name, ignore=ignore)
         _write_config(new, config, history)
+        for copied in kept_checkpoints(new / "checkpoints"):
+            hand_over(copied, identity(read_config(new, "--run-dir")))
         shutil.copy(old_run / "metrics.jsonl", new)
         MetricsWriter(new).truncate(phase, step, {"changed_after": changed})
 
