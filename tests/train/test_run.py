@@ -306,6 +306,8 @@ def test_a_run_that_diverged_is_saved_by_the_command_that_it_prints(finished, tm
     assert [line["loss"] for line in lines] == [line["loss"] for line in sound]
     assert [line["step"] for line in lines if "changed_after" in line] == [4]
     assert result_of(saved)["after"] == result_of(finished)["after"]
+    assert command(saved, "--resume-from", str(finished / "checkpoints/rl/6")) == 1
+    assert "did not begin with --resume-from" in capsys.readouterr().err
     assert "After rl 4 of" in write_report(saved).read_text()
 
 

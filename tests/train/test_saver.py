@@ -16,6 +16,7 @@ from paravt_jax.processes.interrupts import Interrupts
 from tests.train.homes import open_home, open_phase
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import read_metrics
+from train.durable.run_folder import RunFolderError
 from train.durable.saver import pack, unpack
 
 
@@ -92,6 +93,14 @@ def test_a_stop_saves_the_current_step_and_no_step_is_repeated(tmp_path):
     assert again.written() == [1, 2, 3, 4]
     assert again.steps() == [5, 6, 7]
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
+
+
+def test_steps_of_other_settings_are_not_computed_again(tmp_path):
+    resumed = {"from": "old/checkpoints/rl/3", "phase": "rl", "step": 3}
+    home = open_home(tmp_path, config={"resumed": [resumed]})
+    message = r"rl/3, with which .* lost: .* old/checkpoints/rl/3$"
+    with open_phase("rl", home, 7, 3) as saver, pytest.raises(RunFolderError, match=message):
+        saver.restore({"n": jnp.zeros(())})
 
 
 def test_a_stop_before_the_first_step_does_nothing(tmp_path):

@@ -229,14 +229,20 @@ def begin_with(checkpoint: str, config: dict[str, Any], run_dir: str) -> None:
         run_dir: Its folder.
 
     Raises:
-        RunFolderError: There is no such checkpoint, or it depends on a setting that differs.
-        OSError: The folder holds other files.
+        RunFolderError: There is no such checkpoint, it depends on a setting that differs, or the
+            folder holds something else.
     """
     flag, folder = f"--resume-from {checkpoint}", pathlib.Path(run_dir)
     if is_bucket(checkpoint) or is_bucket(run_dir):
         raise RunFolderError(f"{flag}: only for runs in folders; copy the one in a bucket there")
     source = pathlib.Path(checkpoint).absolute()
-    if (folder / _CONFIG).exists():
+    if folder.exists() and any(folder.iterdir()):
+        begun = (folder / _CONFIG).exists() and read_config(folder, "--run-dir").get(RESUMED)
+        if not begun or begun[-1]["from"] != str(source):
+            raise RunFolderError(
+                f"--run-dir {run_dir} did not begin with {flag}: give another one, or leave out "
+                "--resume-from"
+            )
         return
     run = checkpoint.partition("/checkpoints")[0]
     kept = kept_checkpoints(pathlib.Path(run).absolute() / "checkpoints")

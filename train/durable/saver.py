@@ -38,7 +38,7 @@ from train.durable.metrics import (
     read_metrics,
     say,
 )
-from train.durable.run_folder import RunFolder, RunFolderError, identity
+from train.durable.run_folder import RESUMED, RunFolder, RunFolderError, identity
 from train.learn.packing import GroupLengths
 from train.learn.speed import speeds
 from train.result import forget_after
@@ -169,7 +169,8 @@ class Saver:
         Raises:
             CheckpointError: The checkpoint is damaged, or belongs to another run, model or
                 vocabulary.
-            RunFolderError: metrics.jsonl lacks lines.
+            RunFolderError: metrics.jsonl lacks lines, or the checkpoint is lost with which the run
+                began.
             Stopped: The run was asked to stop and has steps left.
         """
         state = initial
@@ -188,6 +189,14 @@ class Saver:
                 what = f"its position in the data: {error}"
                 folder = self._checkpoints.folder / str(self.finished_steps)
                 raise unreadable(folder, what) from error
+        for start in self._home.config.get(RESUMED, []):
+            if start["phase"] == self.name and start["step"] > self.finished_steps:
+                # Its steps had other settings, so they cannot be computed again.
+                lost = self._checkpoints.folder / str(start["step"])
+                raise RunFolderError(
+                    f"{lost}, with which the run began, is lost: give another "
+                    f"--run-dir, with --resume-from {start['from']}"
+                )
         self._again = hosts.from_first(self._is_made_again)
         if self.left:
             self._go_on()
