@@ -63,6 +63,7 @@ _READ = {
 _IRRELEVANT = {
     "auto_mapping",
     "ensure_weight_tying",
+    "eva_config",
     "exclude_modules",
     "inference_mode",
     "layers_pattern",
@@ -77,7 +78,7 @@ _IRRELEVANT = {
     "task_type",
 }
 # Values that leave the base and the product as they are.
-_PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
+_PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 
 
 def base_fingerprint(model: VisionLanguageModel) -> str:
@@ -212,8 +213,7 @@ def _state(model: VisionLanguageModel, train_vision: TrainVision) -> nnx.State:
     adapters = nnx.state(model, nnx.LoRAParam)
     if train_vision == "none":
         return adapters
-    tower = nnx.state(part_of(model.vision, train_vision))
-    return nnx.merge_state(adapters, {"vision": tower})
+    return nnx.merge_state(adapters, {"vision": nnx.state(part_of(model.vision, train_vision))})
 
 
 def _layouts(model: VisionLanguageModel, train_vision: TrainVision) -> dict[str, TensorLayout]:

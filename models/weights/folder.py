@@ -61,8 +61,8 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
         weights: whether a download includes the weights.
 
     Raises:
-        FileNotFoundError: there is no such folder, id or address, or its weights are in subfolders,
-            as in the directory of a run or in the hub's cache.
+        FileNotFoundError: there is no such folder, id or address, or the wanted weights are in
+            subfolders, as in the directory of a run or in the hub's cache.
         ConnectionError: a file cannot be fetched.
     """
     require_expanded("model", source)
@@ -71,9 +71,9 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
         return fetch_folder(os.fspath(source), patterns)
     folder = Path(source)
     below = [*folder.glob("*/*.safetensors"), *folder.glob("snapshots/*/*.safetensors")]
-    if below and not any(folder.glob("*.safetensors")):
-        folders = " or ".join(sorted({str(file.parent) for file in below}))
-        raise FileNotFoundError(f"{source}: has no weights itself; give {folders}")
+    if weights and below and not any(folder.glob("*.safetensors")):
+        newest = max((file.parent for file in below), key=lambda path: path.stat().st_mtime)
+        raise FileNotFoundError(f"{source}: has no weights itself; give {newest}, the newest in it")
     if folder.is_dir():
         return folder
     if folder.name == "model" and (folder.parent / "checkpoints").is_dir():
@@ -176,7 +176,7 @@ def match_tensors(
             differences["twice"].append(name)
         elif 0 in tensor.shape:
             differences["empty"].append(tensor.name)
-        elif tensor.shape not in (expected[name], swapped(expected[name])):
+        elif tensor.shape not in (expected[name], swapped(name, expected[name])):
             differences["misshaped"].append(f"{name} {tensor.shape}, not {expected[name]}")
         if name is not None:
             found[name] = tensor
@@ -228,8 +228,7 @@ def read_companions(folder: Path) -> dict[str, bytes]:
         target = path.resolve()
         if not is_inside(target, folder):
             raise ForeignFileError(
-                f"{path}: a link to {target}, outside the model's folder; copy the file, or remove "
-                "it"
+                f"{path}: a link to {target}, outside the model's folder; copy or remove it"
             )
     require_undamaged(folder, [path.name for path in wanted])
     return {path.name: foreign.read_bytes(path) for path in wanted}

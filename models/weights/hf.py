@@ -159,8 +159,7 @@ def _value(
     # Donating the stack updates it in place: the devices never hold two copies of it.
     insert = jax.jit(_insert, donate_argnums=0, out_shardings=sharding)
     for number in range(shape[0]):
-        name = layout.name.format(number)
-        value = _on_devices(layout, stored[name], shape[1:], layer_sharding)
+        value = _on_devices(layout, stored[layout.name.format(number)], shape[1:], layer_sharding)
         stack = insert(stack, value, number).block_until_ready()
     return stack
 

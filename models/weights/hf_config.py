@@ -161,6 +161,12 @@ def _read_text(text: Mapping[str, Any], tied: bool, chosen: Family) -> TextConfi
         if "num_local_experts" in text:
             text = {"num_experts": text["num_local_experts"], **text}
         experts = _read_fields(ExpertsConfig, "text_config", text, chosen.title)
+        # Versions of transformers save experts transposed to each other.
+        require(
+            width not in (experts.moe_intermediate_size, 2 * experts.moe_intermediate_size),
+            f"text_config.hidden_size = {width}: makes a matrix of the experts square, so that its "
+            "shape does not tell its layout; give a model of another size",
+        )
     more = {"tie_word_embeddings": tied, "layer_types": kinds, "experts": experts}
     content = {**defaults, **text, **rope, **chosen.decoder, **more}
     config = _read_fields(TextConfig, "text_config", content, chosen.title)

@@ -68,8 +68,8 @@ class TensorLayout:
         A transposed block is a view: XLA transposes it on the way to a device.
         """
         if not self.inputs and not self.joined:
-            if stored.shape == swapped(ours) != ours:
-                return stored.read(swapped(index)).swapaxes(1, 2)
+            if stored.shape == swapped(self.name, ours) != ours:
+                return stored.read(swapped(self.name, index)).swapaxes(1, 2)
             return stored.read(index)
         shape = [len(range(size)[axis]) for axis, size in zip(index, ours, strict=True)]
         if self.joined:
@@ -137,8 +137,7 @@ def text_layouts(config: TextConfig, decoder: str) -> dict[str, TensorLayout]:
             table[f"text/layers/{name}_bias"] = TensorLayout(f"{tensor}.bias", joined=True)
     if config.experts is None:
         for name in ("gate", "up", "down"):
-            tensor = f"{layer}.mlp.{name}_proj.weight"
-            table[f"text/layers/{name}"] = TensorLayout(tensor, inputs=1)
+            table[f"text/layers/{name}"] = TensorLayout(f"{layer}.mlp.{name}_proj.weight", inputs=1)
     else:
         # Published experts have the layout of this project.
         table |= {
@@ -202,10 +201,9 @@ def tensor_types(
     layouts: Mapping[str, TensorLayout], parameters: Mapping[str, nnx.Variable]
 ) -> dict[str, TensorType]:
     """Return type and shape of each tensor that holds parameters as they are, by name."""
-    places = tensor_places(layouts, parameters)
     return {
         name: (np.dtype(parameters[place.path].dtype), place.shape)
-        for name, place in places.items()
+        for name, place in tensor_places(layouts, parameters).items()
     }
 
 

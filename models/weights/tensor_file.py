@@ -32,9 +32,9 @@ TensorType = tuple[np.dtype, Shape]
 """Type and shape of a tensor."""
 
 
-def swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+def swapped(name: str, axes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the shape or block of experts that transformers 5 saved; others stay as they are."""
-    return (axes[0], axes[2], axes[1]) if len(axes) == 3 else axes
+    return (axes[0], axes[2], axes[1]) if ".mlp.experts." in name else axes
 
 
 class Tensor(NamedTuple):

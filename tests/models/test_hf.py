@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -427,11 +428,12 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
     np.testing.assert_allclose(model.text.logits(hidden)[0], expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["model", "checkpoint-500", "snapshots/0123"])
-def test_the_error_for_a_folder_above_a_model_names_the_models(tmp_path, name):
-    """Above it is a run, a run of transformers, or the root of the hub's cache."""
-    inside = tmp_path / "above" / name
-    inside.mkdir(parents=True)
-    (inside / "model.safetensors").touch()
-    with pytest.raises(FileNotFoundError, match=f"no weights itself; give {inside}"):
-        hf_folder.local_folder(tmp_path / "above")
+def test_the_error_for_a_folder_above_models_names_the_newest(tmp_path):
+    """Above it is a run of transformers, the root of the hub's cache, or a run."""
+    for number, name in enumerate(("checkpoint-500", "snapshots/0123", "model", "checkpoint-90")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "model.safetensors").touch()
+        os.utime(tmp_path / name, (0, number))
+        with pytest.raises(FileNotFoundError, match=f"no weights itself; give {tmp_path / name}, "):
+            hf_folder.local_folder(tmp_path)
+    assert hf_folder.local_folder(tmp_path, weights=False) == tmp_path

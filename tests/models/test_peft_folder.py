@@ -122,7 +122,7 @@ def test_loaded_adapters_and_their_base_are_equal_bit_for_bit(base, saved):
 def test_a_part_of_the_matrices_and_another_type(base, tmp_path):
     settings = LoRASettings(rank=2, alpha=0.5, targets=("v", "down"))
     folder = save(adapted(base, settings), base, tmp_path / "adapter", settings)
-    change(folder, use_rslora=True)
+    change(folder, use_rslora=True, init_lora_weights="eva", eva_config={"rho": 2.0})
     model = peft_folder.load(folder, param_dtype=jnp.bfloat16)
     assert sorted(model.text.layers.adapters) == ["down", "v"]
     adapter = model.text.layers.adapters["v"]
@@ -219,7 +219,7 @@ def test_names_of_any_tool_are_read(case, base, saved, folder, tmp_path, decoder
     save_file({spelled(name): x for name, x in load_file(file).items()}, file)
     weights = load_file(base / "model.safetensors")
     write_model(tmp_path, case.config, {spelled(name): x for name, x in weights.items()})
-    change(folder, base_model_name_or_path=str(tmp_path))
+    change(folder, base_model_name_or_path=str(tmp_path), init_lora_weights="orthogonal")
     assert_equal(peft_folder.load(folder), peft_folder.load(saved))
 
 
