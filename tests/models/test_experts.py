@@ -89,8 +89,8 @@ def test_rows_that_a_kernel_leaves_as_they_are_reach_no_gradient(monkeypatch):
         ("mlp_only_layers", [1], r"text_config.mlp_only_layers = \[1\]"),
         ("decoder_sparse_step", 2, "text_config.decoder_sparse_step = 2"),
         ("num_experts_per_tok", 9, "num_experts_per_tok = 9"),
-        ("moe_intermediate_size", 64, "text_config.hidden_size = 64: .* square"),
-        ("moe_intermediate_size", 32, "text_config.hidden_size = 64: .* square"),
+        ("moe_intermediate_size", 128, "text_config.hidden_size = 128: .* square"),
+        ("moe_intermediate_size", 64, "text_config.hidden_size = 128: .* square"),
     ],
 )
 def test_other_mixtures_are_refused(field, value, message):

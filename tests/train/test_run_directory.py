@@ -107,6 +107,9 @@ def test_a_lost_configuration_is_that_of_the_newest_checkpoint(tmp_path, capsys)
         checkpoints = Checkpoints(tmp_path / "checkpoints" / "sft", settings)
         checkpoints.save(step, {"w": jnp.zeros(2)}, {})
         checkpoints.close()
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(DamagedFileError, match="delete it and start the run's command, which rest"):
+        claim(tmp_path, CONFIG)
     (tmp_path / "config.json").unlink()
     with pytest.raises(RunFolderError, match="seed: 0 -> 3"):
         claim(tmp_path, CONFIG | {"seed": 3})
