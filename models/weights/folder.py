@@ -225,10 +225,9 @@ def read_companions(folder: Path) -> dict[str, bytes]:
     wanted = [path for path in sorted(paths) if path.name not in unused]
     # Files are copied, so a link must not lead out of the model's folder.
     for path in wanted:
-        target = path.resolve()
-        if not is_inside(target, folder):
+        if not is_inside(path.resolve(), folder):
             raise ForeignFileError(
-                f"{path}: a link to {target}, outside the model's folder; copy or remove it"
+                f"{path}: a link to {path.resolve()}, outside the model's folder; copy or remove it"
             )
     require_undamaged(folder, [path.name for path in wanted])
     return {path.name: foreign.read_bytes(path) for path in wanted}

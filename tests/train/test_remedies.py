@@ -47,8 +47,9 @@ def start(*words: str) -> tuple[Any, str]:
 def strings(room: str) -> str:
     files = (ROOT / room).rglob("*.py")
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
-    values = (node.value for node in nodes if isinstance(node, ast.Constant))
-    return "\n".join(value for value in values if isinstance(value, str))
+    return "\n".join(
+        x.value for x in nodes if isinstance(x, ast.Constant) and isinstance(x.value, str)
+    )
 
 
 def test_flags_commands_and_extras_that_the_source_names_exist():
