@@ -39,7 +39,7 @@ LONGEST_WAIT = 60.0
 _BODY_LIMIT = 4 << 20
 # Upper bound on the characters that are kept of a server's own message.
 _MESSAGE_LIMIT = 300
-_FEWER = "send fewer requests at once (--episodes, or the judge's concurrency)"
+_FEWER = "send fewer requests at once"
 _ADDRESS = "check the address (up to and including /v1) and the model's name"
 _LOG = "look into the server's log"
 # What to do about an HTTP status; about others, look into the log.
@@ -71,8 +71,8 @@ class Choice:
     """None if the reply has none."""
     thought: str
     calls: list[Any]
-    """Unchecked; so is the next one."""
-    finish_reason: Any
+    """Unchecked."""
+    finish_reason: str | None
     """The server's value, or the model's refusal."""
     counts: Mapping[str, int]
     """1 under the name of the model that replied, and the numbers of tokens, if given."""
@@ -215,7 +215,7 @@ class Client:
                     if len(reply) > _BODY_LIMIT:
                         return Failure(f"the reply is longer than {_BODY_LIMIT} bytes; {_ADDRESS}")
         except TimeoutError:
-            return Failure(f"no reply within {timeout} s; {_LOG}, {_FEWER}, or raise the timeout")
+            return Failure(f"no reply within {timeout} s; {_LOG}, or {_FEWER}")
         except httpx2.HTTPError as error:
             # Only the type: the error's text may quote the request, and with it the key.
             cause = type(error).__name__
@@ -240,14 +240,14 @@ class Client:
             own = message and (status in (400, 422, 451) or (status == 429 and not again))
             text = f"status {status}{message}" + ("" if own else f"; {_REMEDIES.get(status, _LOG)}")
             return Failure(text, status, wait=max(waits, default=0), again=again)
-        choice = _choice(reply)
+        choice = _choice(reply, key)
         if choice is None:
             text = f"the reply is not a complete chat completion{message}; {_ADDRESS}"
             # Nor does a page of HTML, such as a login.
             return Failure(text, again=again and not reply.lstrip().startswith(b"<"))
-        for field in set(refused) - self._refused:
+        for field in sorted(set(refused) - self._refused):
             self._counts[f"{field}: {_OPTIONAL[field] or 'left out'}"] += 1
-            _log.warning("%s refuses %s: asks without it", self._settings.endpoint, field)
+            _log.warning("%s refuses %s: it is left out or renamed", self._settings.endpoint, field)
         self._refused.update(refused)
         self._counts.update(choice.counts)
         return read(choice)
@@ -279,7 +279,7 @@ def _refused_fields(content: bytes, reply: bytes) -> set[str]:
     return {field for field in fields if re.match(near.replace("FIELD", field), refusal)}
 
 
-def _choice(body: bytes) -> Choice | None:
+def _choice(body: bytes, key: str) -> Choice | None:
     """Return the first choice of a chat completion; None if the body is something else."""
     try:
         reply = json.loads(body)
@@ -291,12 +291,15 @@ def _choice(body: bytes) -> Choice | None:
         thinking = [part.get("thinking") for part in content or () if isinstance(part, dict)]
         thought = message.get("reasoning_content") or message.get("reasoning") or thinking
         usage = reply["usage"] if isinstance(reply.get("usage"), dict) else {}
-        counts = {name: usage.get(name) for name in _TOKENS} | {f"model {reply.get('model')}": 1}
+        counts = {name: usage.get(name) for name in _TOKENS}
+        if reply.get("model"):
+            counts[f"model {_shown(str(reply['model']), key)}"] = 1
+        ended = f"refusal: {refusal}" if refusal else choice.get("finish_reason")
         return Choice(
             _joined(content),
             _joined(thought) or "",
             list(calls),
-            f"refusal: {refusal}"[:_MESSAGE_LIMIT] if refusal else choice.get("finish_reason"),
+            None if ended is None else _shown(str(ended), key),
             {name: count for name, count in counts.items() if isinstance(count, int)},
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -314,7 +317,7 @@ def _joined(content: Any) -> str | None:
 
 
 def _server_message(body: bytes, key: str) -> str:
-    """Return what a server says in brackets, on one line and without the key; "" for nothing."""
+    """Return what a server says, in brackets; "" for nothing."""
     text = body.decode("utf-8", errors="replace")
     with contextlib.suppress(ValueError, AttributeError, RecursionError):
         content = json.loads(text)
@@ -322,10 +325,16 @@ def _server_message(body: bytes, key: str) -> str:
         # `metadata` is what a server behind this one says.
         said = [error.get(name) for name in ("message", "detail", "metadata")]
         text = "; ".join(str(one) for one in said if one) or text
+    message = _shown(text, key)
+    return f" ({message})" if message else ""
+
+
+def _shown(text: str, key: str) -> str:
+    """Return a server's text on one line, cut to its bound and without the key."""
     # Control characters could move the cursor of the terminal that shows the message.
     printable = "".join(c if c.isprintable() else " " for c in text)
     # JSON may write a key's "/" as "\/".
     message = " ".join(printable.split()).replace("\\/", "/")
     if key:
         message = message.replace(key, "[the key]")
-    return f" ({message[:_MESSAGE_LIMIT]})" if message else ""
+    return message[:_MESSAGE_LIMIT]

@@ -144,7 +144,7 @@ def test_fields_that_a_server_refuses_are_left_out_or_renamed_once(words, caplog
         assert len(server.received) == 4 + 2
         assert server.received[-1].body == accepted
     changes = {f"endpoint {name}: left out" for name in ("temperature", "seed", "stop")}
-    changes |= {"endpoint max_tokens: max_completion_tokens", "endpoint model None"}
+    changes |= {"endpoint max_tokens: max_completion_tokens"}
     assert client.report().keys() == changes
     assert len(caplog.records) == 4
 
@@ -340,6 +340,17 @@ def test_requests_go_side_by_side_up_to_the_limit():
 )  # fmt: skip
 def test_a_servers_own_message_is_kept_on_one_line_and_without_the_key(reply, said):
     assert failed([reply]).text.startswith(f"status {reply.status}{said}")
+
+
+@pytest.mark.parametrize("field", ["finish_reason", "refusal"])
+def test_what_a_reply_says_of_its_end_is_short_and_without_the_key(field):
+    reply = json.loads(says("1").body)
+    choice = reply["choices"][0]
+    choice["message"][field] = choice[field] = f"no {SECRET}" + "x" * 9999
+    with serving(lambda *_: Reply(json.dumps(reply).encode())) as server:
+        client = Client(quick(server.endpoint))
+        ended = client.ask({}, lambda choice: choice.finish_reason).result(STALL)
+    assert "no [the key]" in ended and len(ended) == 300
 
 
 @pytest.mark.parametrize(
