@@ -249,18 +249,6 @@ def test_nested_tags(vocabulary):
     ]
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        "",
-        "</ans",
-    ],
-)
-def test_unclosed_blocks(vocabulary, end):
-    tokens = encode(vocabulary, (N, PINNED), (M, "a</think>\n<answer>B" + end))
-    assert [p for p, kind in structure(tokens) if kind is BREAK] == [len(tokens) - 1]
-
-
 def test_real_ids(real_vocabulary):
     ids = real_vocabulary.encode("<think>\nhm</think>\n<answer>B</answer>")
     positions, kinds = find_structure(real_vocabulary.token_bytes, ids, np.full(len(ids), M))

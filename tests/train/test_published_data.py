@@ -73,10 +73,14 @@ def data(run, tmp_path_factory):
 def test_a_run_opens_the_prepared_set(data, small_vocabulary):
     assert data.vocabulary.size == small_vocabulary.size
     assert len(data.questions) + len(data.heldout) == 12
-    packed = pack_rows(data, 2048, seed=0)
-    assert sorted(itertools.chain(*packed)) == list(range(8))
-    for row in packed:
-        assert sum(conversation.tokens for conversation in data.row(row)) <= 2048
+    for most in (2048, min(data.lengths)):
+        packed = pack_rows(data, most, seed=0)
+        short = [n for n, tokens in enumerate(data.lengths) if tokens <= most]
+        assert sorted(itertools.chain(*packed)) == short
+        for row in packed:
+            assert sum(conversation.tokens for conversation in data.row(row)) <= most
+    with pytest.raises(ValueError, match=r"sft\.row_tokens: 7; none of 8"):
+        pack_rows(data, 7, seed=0)
 
 
 def test_runs_share_a_prepared_set(data, run, tmp_path, monkeypatch):
@@ -274,13 +278,3 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
 def test_settings_that_cannot_work_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=f"data.{field}: "):
         DataSettings(**{field: value})
-
-
-def test_conversations_longer_than_a_row_are_left_out(data):
-    shortest = min(data.lengths)
-    packed = pack_rows(data, shortest, seed=0)
-    short = [n for n, tokens in enumerate(data.lengths) if tokens <= shortest]
-    assert sorted(itertools.chain(*packed)) == short
-    assert 0 < len(short) < 8
-    with pytest.raises(ValueError, match=r"sft\.row_tokens: 7; none of 8"):
-        pack_rows(data, 7, seed=0)
