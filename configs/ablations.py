@@ -1,16 +1,14 @@
-"""Ablations of the full recipe (`paravt_8b`, `paravt_tiny`), and the cross-model study.
+"""Ablations of the full recipe (`paravt_8b`), and the cross-model study.
 
 The study asks what a model does whose tool prior is weaker, without a cold start.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from configs.paravt_8b import paravt_8b
-from configs.paravt_tiny import paravt_tiny
 from train.settings import ModelSettings, Run, change
 
 # Without nFrames gating: 64 frames for every prompt.
@@ -23,43 +21,28 @@ UNANCHORED = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Ablation:
-    """Changes to the full recipe."""
-
-    title: str
-    """The recipe in one sentence; {0} stands for the model or world that it trains on."""
-    changes: Mapping[str, Any]
-    """New values by dotted field name of `Run`."""
-    tiny: str
-    """What is known of it in the small world. Empty if it changes nothing there; then no recipe."""
-
-
-ABLATIONS = {
-    "vanilla_grpo": Ablation(
-        "GRPO {0}, with 64 frames for every prompt and no anchor.",
+# The recipe in one sentence, and what it changes.
+ABLATIONS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "vanilla_grpo_8b": (
+        "GRPO on Qwen3-VL-8B, with 64 frames for every prompt and no anchor.",
         UNGATED | UNANCHORED,
-        "Measured only with other rewards and demonstrations, those of docs/paradox.md.",
     ),
-    "exploration_anchoring": Ablation(
-        "The full recipe {0}, with 64 frames for every prompt.",
+    "exploration_anchoring_8b": (
+        "The full recipe on Qwen3-VL-8B, with 64 frames for every prompt.",
         UNGATED,
-        "Measured on multiple choice alone: docs/paradox.md, the part about gating.",
     ),
-    "nframes_gating": Ablation(
-        "GRPO {0} with K drawn per prompt and no anchor.",
+    "nframes_gating_8b": (
+        "GRPO on Qwen3-VL-8B with K drawn per prompt and no anchor.",
         UNANCHORED,
-        "Measured only with other rewards and demonstrations, those of docs/paradox.md.",
     ),
-    "no_tool_reward": Ablation(
-        "The full recipe {0}, without a reward for calls.",
+    "no_tool_reward_8b": (
+        "The full recipe on Qwen3-VL-8B, without a reward for calls.",
         {"rl.rewards.tool_weight": 0.0},
-        "",  # the recipe of the small world pays no calls anyway
     ),
-    "no_penalty": Ablation(
-        "The full recipe {0}, without gamma, the penalty for a token that breaks an open block.",
+    "no_penalty_8b": (
+        "The full recipe on Qwen3-VL-8B, without gamma, the penalty for a token that breaks an "
+        "open block.",
         {"rl.rewards.gamma": 0.0},
-        "Not measured with today's code.",
     ),
 }
 
@@ -93,32 +76,17 @@ def vanilla_grpo_7b() -> Run:
     return change(paravt_7b(), "vanilla_grpo_7b", UNGATED | UNANCHORED)
 
 
-def _recipe(
-    base: Callable[[], Run], name: str, changes: Mapping[str, Any], documentation: str
-) -> Callable[[], Run]:
+def _recipe(name: str, title: str, changes: Mapping[str, Any]) -> Callable[[], Run]:
     def recipe() -> Run:
-        return change(base(), name, changes)
+        return change(paravt_8b(), name, changes)
 
     recipe.__name__ = recipe.__qualname__ = name
-    recipe.__doc__ = documentation
+    recipe.__doc__ = (
+        f"{title}\n\nCommand: python -m train.run --config={name} --sft.steps 0 "
+        "--model.path runs/sft_8b/model\nThe paper's figures are in docs/reference.md. Not "
+        "measured here."
+    )
     return recipe
 
 
-def _recipes() -> list[Callable[[], Run]]:
-    """Make the recipes of each ablation: with the 8B model and, mostly, in the small world."""
-    command = "Command: python -m train.run --config="
-    begin = "--sft.steps 0 --model.path "
-    recipes = []
-    for ablation, row in ABLATIONS.items():
-        name, title = f"{ablation}_8b", row.title.format("on Qwen3-VL-8B")
-        text = f"{title}\n\n{command}{name} {begin}runs/sft_8b/model\n"
-        text += "The paper's figures are in docs/reference.md. Not measured here."
-        recipes.append(_recipe(paravt_8b, name, row.changes, text))
-        if row.tiny:
-            name, title = f"{ablation}_tiny", row.title.format("in the small world")
-            text = f"{title}\n\n{command}{name} {begin}runs/sft_tiny/model\n{row.tiny}"
-            recipes.append(_recipe(paravt_tiny, name, row.changes, text))
-    return recipes
-
-
-RECIPES = {recipe.__name__: recipe for recipe in _recipes()}
+RECIPES = {name: _recipe(name, *ablation) for name, ablation in ABLATIONS.items()}

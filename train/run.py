@@ -251,12 +251,13 @@ def _show(run: Run, topology: str) -> int:
     return int(any(finding.code for finding in findings))
 
 
-def train(run: Run, prepared: Callable[[Run], Run] = lambda run: run) -> int:
+def train(run: Run, prepared: Callable[[Run], Run] = lambda run: run, resume_from: str = "") -> int:
     """Run every unfinished phase, and say how to see the result.
 
     Args:
         run: The settings.
         prepared: Replaces settings once the processes have joined.
+        resume_from: A checkpoint of another run to begin with.
 
     Returns:
         The exit code.
@@ -266,6 +267,9 @@ def train(run: Run, prepared: Callable[[Run], Run] = lambda run: run) -> int:
     cluster.connect()
     with Interrupts() as interrupts:
         run = prepared(run)
+        if resume_from:
+            config, folder = resolved(run), _run_folder(run).shown
+            hosts.from_first(lambda: begin_with(resume_from, config, folder))
         require_ready(run, resolved(run), _run_folder(run))
         execute(run, interrupts)
     seconds = tqdm.format_interval(time.monotonic() - begin)
@@ -310,14 +314,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.topology and not options.check:
         parser.error("--topology: only with --check; a run uses the devices that it finds")
     run = parse(arguments, RECIPES, parser.prog, __doc__, [parser])
-
-    def start(run: Run) -> Run:
-        if options.resume_from:
-            config, run_dir = resolved(run), _run_folder(run).shown
-            hosts.from_first(lambda: begin_with(options.resume_from, config, run_dir))
-        return run
-
-    work = functools.partial(train, prepared=start)
+    work = functools.partial(train, resume_from=options.resume_from)
     if options.check:
         work = functools.partial(_show, topology=options.topology)
     return command(run, work)

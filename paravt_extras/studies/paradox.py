@@ -40,7 +40,6 @@ from paravt_extras.report.claim import (
 )
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.stored import write_atomically
-from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.processes.interrupts import Interrupts
 from train.durable.metrics import read_metrics
 from train.durable.run_folder import claim_folder
@@ -118,29 +117,23 @@ class Paradox(Command):
     """Trains plain GRPO, GRPO with either remedy, and with both, from one cold start."""
 
     run_dir: str = "runs/paradox"
-    """Folder of the cold start, and of a folder per choice of rewards and prior."""
+    """Folder of the cold starts, and of a folder per prior."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of each setting."""
-    rewards: Literal["outcome", "published"] = "outcome"
-    """Rewards beside the anchor. outcome: right answers only. published: format and calls too."""
     prior: Literal["strong", "weak"] = "strong"
     """Calls in the cold start. weak: in at most 10 %, without leaks; trains two settings only."""
 
     @property
     def folder(self) -> pathlib.Path:
         """The folder of the runs, the table and the figure."""
-        suffix = "-weak" if self.prior == "weak" else ""
-        return pathlib.Path(self.run_dir) / f"{self.rewards}{suffix}"
+        return pathlib.Path(self.run_dir) / self.prior
 
 
 def runs_of(command: Paradox) -> dict[str, list[Run]]:
     """Return the runs of each setting: one cold start, and one run per setting and seed."""
     run = paradox_tiny()
     weak = command.prior == "weak"
-    changes: dict[str, Any] = dict(WEAK_PRIOR) if weak else {}
-    if command.rewards == "published":
-        changes["rl.rewards"] = RewardSettings(format_cap=False)
-    base = change(run, run.name, changes)
+    base = change(run, run.name, WEAK_PRIOR if weak else {})
     cold_start = f"{command.run_dir}/cold-start{'-weak' if weak else ''}"
     start = dataclasses.replace(base, name="cold_start", rl=None, run_dir=cold_start)
     from_cold_start = {"sft.steps": 0, "model.path": f"{cold_start}/model"}

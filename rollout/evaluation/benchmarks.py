@@ -24,8 +24,6 @@ from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.files import Record, read_records
 
 _MMVU_VIDEO = re.compile(r"(?:.*/)?(videos/([^/]+)/[^/]+)")
-# Slices of one zip. The names of the shorter videos of clues begin with "clue_".
-_CGBENCH_VIDEOS = ("video*.zip",)
 
 
 class BrokenRecord(ValueError):
@@ -307,31 +305,6 @@ def _read_charades(record: Record) -> Item:
         answer=span,
     )
     return Item(question)
-
-
-# `cgbench_mini.json` has the 3,000 questions of the leaderboard, `cgbench.json` all 12,129.
-@_benchmark(
-    "cgbench",
-    "CG-Bench",
-    "CG-Bench/CG-Bench",
-    ("cgbench_mini.json", "cgbench.json"),
-    media=_CGBENCH_VIDEOS,
-    joined=_CGBENCH_VIDEOS,
-)
-def _read_cgbench(record: Record) -> Item:
-    """Read a question of its task `long_acc`: multiple choice on the whole video.
-
-    The layout follows the benchmark's own code (github.com/CG-Bench/CG-Bench), which unpacks the
-    videos into `cg_videos_720p`.
-    """
-    question = choice(
-        id=text_of(record, "qid"),
-        video=f"cg_videos_720p/{text_of(record, 'video_uid')}.mp4",
-        text=text_of(record, "question"),
-        options=options_of(record.get("choices")),
-        answer=record.get("right_answer"),
-    )
-    return Item(question, tasks=tasks_of(record, "sub_category"))
 
 
 # --- the questions of a split ---

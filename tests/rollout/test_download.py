@@ -90,14 +90,6 @@ def data_sets(tmp_path_factory) -> dict[str, pathlib.Path]:
             "more/1.zip": zipped({f"all/{n}": VIDEOS[n] for n in names[3:]}),
         },
         "mmvu": {f"videos/Art/{n}.mp4": VIDEOS[f"v{n}.mp4"] for n in range(6)},
-        "cgbench": {
-            **sliced(
-                "video_chunk_{}.zip",
-                zipped({f"cg_videos_720p/{n}": VIDEOS[n] for n in names}),
-                [str(n) for n in range(1, 12)],
-            ),
-            "clue_video_chunk_1.zip": b"not asked for",
-        },
         "charades": {},
     }
     records = {
@@ -106,7 +98,6 @@ def data_sets(tmp_path_factory) -> dict[str, pathlib.Path]:
         "mlvu": [published.mlvu("v2.mp4")],
         "lvbench": [published.lvbench("1", "v1.mp4"), published.lvbench("2", "v4.mp4")],
         "mmvu": [published.mmvu("1", "Art", 1)],
-        "cgbench": [published.cgbench(1, "v2")],
         "charades": [published.charades("v1.mp4")],
     }
     for split, files in made.items():
@@ -148,15 +139,12 @@ def videos_of(split: str, folder: pathlib.Path) -> list[bytes | None]:
     return [None if path is None else (folder / path).read_bytes() for path in paths]
 
 
-@pytest.mark.parametrize(
-    "split", ["videomme", "longvideobench", "lvbench", "mlvu", "mmvu", "cgbench"]
-)
+@pytest.mark.parametrize("split", ["videomme", "longvideobench", "lvbench", "mlvu", "mmvu"])
 def test_a_split_can_be_evaluated_in_the_folder_of_its_download(split, fetched, tmp_path):
     assert command.main([split, "--to", str(tmp_path / "to")]) == 0
     videos = videos_of(split, tmp_path / "to")
     assert videos and all(content in VIDEOS.values() for content in videos)
     assert not [name for name in fetched if name in ("README.md", "subtitles.tar")]
-    assert not [name for name in fetched if name.startswith("clue")]
     left = [p for p in (tmp_path / "to").iterdir() if ".zip" in p.name or ".tar" in p.name]
     assert left == [], "archives are deleted"
 

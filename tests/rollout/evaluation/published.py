@@ -99,25 +99,7 @@ def charades(video: str, span: Sequence[float] = (24.3, 30.4), **fields: Any) ->
     return {"video": video, "caption": "person turn a light on.", "timestamp": list(span), **fields}
 
 
-def cgbench(qid: int, video: str, answer: str = "B", **fields: Any) -> Record:
-    choices = ["Blue.", "Red.", "Green.", "White.", "Black.", "Yellow."]
-    return {
-        "qid": qid,
-        "video_uid": video,
-        "question": "What colour is the car that leaves?",
-        "choices": choices,
-        "answer": choices["ABCDEF".index(answer)],
-        "right_answer": answer,
-        "clue_intervals": [[61, 75]],
-        "domain": "Life Record",
-        "sub_category": "Entity Perception",
-        "duration": 1320.5,
-        **fields,
-    }
-
-
 FILES = {
-    "cgbench": "cgbench_mini.json",
     "videomme": "videomme/test-00000-of-00001.parquet",
     "videomme_wsub": "videomme/test-00000-of-00001.parquet",
     "longvideobench": "validation-00000-of-00001.parquet",
@@ -144,7 +126,6 @@ def write_split(name: str, folder: pathlib.Path, records: Sequence[Record]) -> p
 _LONG = ["1", "2", "3", "4", "5"]
 
 EXAMPLES: dict[str, list[Record]] = {
-    "cgbench": [cgbench(4012, "Hj8-2"), cgbench(4013, "Hj8-2", "F"), cgbench(7, "k_1")],
     "videomme": [
         videomme("001-1", "fFjv93ACGo8"),
         videomme("001-2", "fFjv93ACGo8", "(D)"),
