@@ -8,7 +8,6 @@ import json
 import pathlib
 import re
 import shutil
-import signal
 from typing import Any
 
 import jax
@@ -217,13 +216,15 @@ def test_an_impossible_export_gets_one_line(finished, tmp_path, capsys):
 # --- the same command again, and other commands in the same folder ---
 
 
-def test_the_same_command_again_changes_nothing(finished):
+def test_the_same_command_again_changes_nothing_and_another_is_refused(finished, capsys):
     folders = [finished / name for name in ("checkpoints", "evaluation", "records", "videos")]
     files = [path for folder in folders for path in folder.rglob("*")]
     before = [file.stat().st_mtime_ns for file in files]
     metrics = (finished / "metrics.jsonl").read_bytes()
     result = result_of(finished)
     assert command(finished) == 0
+    assert command(finished, "--seed", "1", "--rl.steps", "7") == 1
+    assert "seed: 0 -> 1 rl.steps: 6 -> 7" in capsys.readouterr().err
     assert [file.stat().st_mtime_ns for file in files] == before
     assert (finished / "metrics.jsonl").read_bytes() == metrics
     again = result_of(finished)
@@ -239,15 +240,6 @@ def test_a_finished_run_needs_no_file_of_its_past(finished, tmp_path):
     assert not (tmp_path / "run" / "videos").exists()
 
 
-def test_a_folder_of_another_configuration_is_refused_with_the_difference(finished, capsys):
-    result = (finished / "result.json").read_bytes()
-    assert command(finished, "--seed", "1", "--rl.steps", "7") == 1
-    message = capsys.readouterr().err
-    for part in ("seed: 0 -> 1", "rl.steps: 6 -> 7", "--run-dir"):
-        assert part in message
-    assert (finished / "result.json").read_bytes() == result
-
-
 def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(
     finished, tmp_path, capsys
 ):
@@ -260,28 +252,6 @@ def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(
     message = capsys.readouterr().err
     for part in ("checkpoints/align/3", f"vocabulary.size: {size} -> {size + 1}\n", "\n  model."):
         assert part in message
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_a_run_with_a_line_on_how_to_continue(
-    small, tmp_path, monkeypatch, capsys, number, code
-):
-    def prepare(run, folder, check, questions):
-        signal.raise_signal(number)
-        check()
-        pytest.fail("the run did not stop")
-
-    monkeypatch.setattr(train.run, "prepare", prepare)
-    assert command(tmp_path / "run") == code
-    message = capsys.readouterr().err
-    assert "preparing the data" in message and "the same command" in message
-
-
-def test_a_mesh_with_too_many_devices_is_refused_before_any_data_is_made(small, tmp_path, capsys):
-    assert command(tmp_path / "run", "--mesh.fsdp", "64", "--mesh.tensor", "32") == 1
-    message = capsys.readouterr().err
-    assert "mesh: 1 x 64 x 32 " in message and "2048 of 1 devices" in " ".join(message.split())
-    assert not (tmp_path / "run").exists()
 
 
 # --- from a checkpoint, with other settings ---
