@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
-import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -86,7 +85,7 @@ def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 def _join(folder: pathlib.Path, slices: Sequence[str]) -> str:
     """Join the slices of an archive, and return its name in the folder."""
-    ordered = sorted(slices, key=_natural)
+    ordered = sorted(slices)
     suffix = next(suffix for suffix in SUFFIXES if suffix in ordered[0].lower())
     target = folder / _JOINED / f"slices{suffix}"
     target.parent.mkdir(exist_ok=True)
@@ -97,12 +96,6 @@ def _join(folder: pathlib.Path, slices: Sequence[str]) -> str:
                 shutil.copyfileobj(piece, stream)
     os.replace(unfinished, target)
     return target.relative_to(folder).as_posix()
-
-
-def _natural(name: str) -> list[str | int]:
-    """Return a key that sorts 2 before 10."""
-    pieces = re.split(r"(\d+)", name)
-    return [int(piece) if n % 2 else piece for n, piece in enumerate(pieces)]
 
 
 def _say(line: str) -> None:

@@ -250,7 +250,8 @@ def question_about(
         raise ValueError("question: it is empty; ask something about the video")
     # Fails if they come from a command line in a locale other than UTF-8.
     "".join((question, *options)).encode()
-    if isinstance(options, str) or (options and len(set(options)) < max(2, len(options))):
+    different = {" ".join(option.casefold().split()) for option in options} - {""}
+    if isinstance(options, str) or (options and len(different) < max(2, len(options))):
         raise ValueError(f"options: {options!r}; give at least two different texts, or none")
     kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
     # The user may name any file, unlike a data set. Videos are named by their path below "/".
@@ -347,10 +348,10 @@ def _answer(asked: AskSettings) -> int:
         if not interrupts.asked():
             print(f"{time.monotonic() - begun:7.1f} s  {line}", file=sys.stderr)
 
-    tell("answering; the first answer compiles programs, which can take minutes")
     assistant.environment = dataclasses.replace(assistant.environment, tell=tell)
     assistant.stopped = interrupts.asked
     with interrupts:
+        tell("answering; the first answer compiles programs, which can take minutes")
         episode = assistant._play(question, settings, asked.seed)
     record = assistant.record(episode, settings)
     text = "\n".join(describe(record))

@@ -1,7 +1,6 @@
 """The paper's paradox in miniature: trains four settings from one cold start and compares them.
 
     python -m paravt_extras.studies.paradox
-    python -m paravt_extras.studies.paradox --prior weak
 
 The study is a set of ordinary run directories, so it can be interrupted and repeated: finished runs
 are only read. docs/paradox.md explains the figures.
@@ -17,7 +16,7 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -50,12 +49,6 @@ Figures = dict[str, float | None]
 """Figures of a run, by the name of their line; None: not measured."""
 Points = Sequence[tuple[float, float | None]]
 
-# A weak prior: at most one demonstration in ten calls, and no call leaks.
-WEAK_PRIOR: Mapping[str, Any] = {
-    "text.look": 0.12,
-    "text.look_when_shown": 0.04,
-    "text.leak": 0.0,
-}
 # The columns of the paper's ablation, each with its changes.
 ARMS: dict[str, Mapping[str, Any]] = {
     "GRPO": UNGATED | UNANCHORED,
@@ -117,32 +110,24 @@ class Paradox(Command):
     """Trains plain GRPO, GRPO with either remedy, and with both, from one cold start."""
 
     run_dir: str = "runs/paradox"
-    """Folder of the cold starts, and of a folder per prior."""
+    """Folder of the runs, the table and the figure."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of each setting."""
-    prior: Literal["strong", "weak"] = "strong"
-    """Calls in the cold start. weak: in at most 10 %, without leaks; trains two settings only."""
-
-    @property
-    def folder(self) -> pathlib.Path:
-        """The folder of the runs, the table and the figure."""
-        return pathlib.Path(self.run_dir) / self.prior
 
 
 def runs_of(command: Paradox) -> dict[str, list[Run]]:
     """Return the runs of each setting: one cold start, and one run per setting and seed."""
-    run = paradox_tiny()
-    weak = command.prior == "weak"
-    base = change(run, run.name, WEAK_PRIOR if weak else {})
-    cold_start = f"{command.run_dir}/cold-start{'-weak' if weak else ''}"
+    base = paradox_tiny()
+    folder = command.run_dir
+    cold_start = f"{folder}/cold-start"
     start = dataclasses.replace(base, name="cold_start", rl=None, run_dir=cold_start)
     from_cold_start = {"sft.steps": 0, "model.path": f"{cold_start}/model"}
     runs = {COLD_START: [start]}
-    for arm in ("GRPO", "PARA-GRPO") if weak else ARMS:
+    for arm, changes in ARMS.items():
         name = "-".join(arm.lower().replace("+", "").split())
-        changed = change(base, name, {**ARMS[arm], **from_cold_start})
+        changed = change(base, name, {**changes, **from_cold_start})
         runs[arm] = [
-            dataclasses.replace(changed, seed=seed, run_dir=str(command.folder / f"{name}-{seed}"))
+            dataclasses.replace(changed, seed=seed, run_dir=f"{folder}/{name}-{seed}")
             for seed in command.seeds
         ]
     return runs
@@ -275,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
                     print(f"run {number} of {len(runs)}: {run.run_dir}", file=sys.stderr)
                     train.run.execute(run, interrupts)
         table = {arm: [*map(figures, of_arm)] for arm, of_arm in arms.items()}
-        write(asked.folder, table, draw(arms))
+        write(pathlib.Path(asked.run_dir), table, draw(arms))
         return 0
 
     return train.run.command(start, work)

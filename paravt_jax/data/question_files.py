@@ -170,11 +170,14 @@ def read_columns(
     text = read_text(path, _MOST_BYTES)
     # Questions about the same video share one tuple.
     read_subtitles = functools.cache(functools.partial(_subtitles, pathlib.Path(videos)))
-    questions: list[tuple[Question, dict[str, str]]] = []
+    questions: dict[str, tuple[Question, dict[str, str]]] = {}
     place = "line 0"
     try:
         for place, columns in read_lines(text):
-            questions.append(_question(columns, place, read_subtitles))
+            question, others = _question(columns, place, read_subtitles)
+            if question.id in questions:
+                raise _bad("id", question.id, "another question has the same id: change one")
+            questions[question.id] = question, others
     except ValueError as error:
         raise ValueError(f"{path}, {place}: {error}") from error
     except csv.Error as error:
@@ -182,8 +185,7 @@ def read_columns(
         raise ValueError(f"{path}, after {place}: not CSV ({error}); correct it") from error
     if not questions:
         raise ValueError(f"questions: {path}; it has no questions: write one per line")
-    require_unique_ids([question for question, _ in questions])
-    return questions
+    return [*questions.values()]
 
 
 def require_unique_ids(questions: Sequence[Question]) -> None:

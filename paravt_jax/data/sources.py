@@ -18,6 +18,7 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 from tqdm import tqdm
 
+from paravt_jax.data.any_path import require_expanded
 from paravt_jax.data.archives import SUFFIXES, unpack
 from paravt_jax.data.buckets import fetch_files
 from paravt_jax.data.foreign import shortened
@@ -113,8 +114,13 @@ def is_hub_id(source: str) -> bool:
 
 
 def require_source(source: str, repo_type: str = "dataset") -> None:
-    """Raise FileNotFoundError for a text that names no folder, repository or address."""
-    if not ("://" in source or is_hub_id(source) or pathlib.Path(source).expanduser().is_dir()):
+    """Raise FileNotFoundError for a text that names no folder, repository or address.
+
+    Raises:
+        ValueError: It begins with a ~.
+    """
+    require_expanded(repo_type, source)
+    if not ("://" in source or is_hub_id(source) or pathlib.Path(source).is_dir()):
         scenes = " (python -m paravt_extras.scenes draws one)" if repo_type == "dataset" else ""
         raise FileNotFoundError(
             f"{source}: neither a folder nor a hub id (owner/name); give one of these{scenes}"

@@ -130,8 +130,9 @@ class _Process:
     def __init__(self, setup: bytes):
         self._pipe, child_end = Pipe()
         # The child imports modules from the same places as this process. With -P, Python does not
-        # put the working directory first, where a file of the user's could hide a module.
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        # put the working directory first, where a file of the user's could hide a module. The
+        # path of a notebook begins with it, as "".
+        paths = os.pathsep.join([*filter(None, sys.path), os.getcwd()])
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, str(child_end.fileno())],
             pass_fds=[child_end.fileno()],

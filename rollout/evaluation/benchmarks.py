@@ -46,11 +46,11 @@ class Item:
 
     @functools.cached_property
     def content(self) -> str:
-        """Hash of what is asked: the question with all its fields, and the name of its subtitles.
+        """Hash of what is asked: the question without its id, and the name of its subtitles.
 
-        An answer counts as long as this does not change.
+        An answer counts as long as this does not change. By default, an id is a line's number.
         """
-        fields = [dataclasses.asdict(self.question), self.subtitles]
+        fields = [dataclasses.asdict(self.question) | {"id": ""}, self.subtitles]
         return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
 

@@ -137,8 +137,8 @@ def read_lines(folder: pathlib.Path) -> Iterator[Line]:
                     _ = line["content"]
                 except (ValueError, LookupError, TypeError) as error:
                     raise FolderError(
-                        f"{file}, line {number}: is damaged; delete the line, and the command "
-                        "that started the run asks that question again"
+                        f"{file}, line {number}: is damaged, or of an older version; delete the "
+                        "line to ask that question again, or give another folder"
                     ) from error
                 yield {name: value for name, value in line.items() if name not in _LONG_FIELDS}
 

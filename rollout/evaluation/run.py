@@ -70,9 +70,7 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
         items = [item for item in loaded.items[: settings.limit] if item.content not in done]
         if done and hosts.is_first():
             kept = sum(item.content in done for item in loaded.items)
-            dropped = f"{len(done) - kept} are not, as their questions have changed or are gone"
-            asked = f"{len(items)} questions are asked"
-            print(f"{kept} answers are kept, {dropped}; {asked}", file=sys.stderr)
+            print(f"{kept} answers are kept; {len(items)} questions are asked", file=sys.stderr)
         if items:
             if not settings.endpoint:
                 use_cache(folder.path)
@@ -129,7 +127,7 @@ def _summarise(folder: EvaluationFolder, loaded: Loaded) -> Line:
     written = list(read_lines(folder.path))
     known = latest(written)
     lines = [
-        known[item.content] | {"columns": item.columns}
+        known[item.content] | {"id": item.question.id, "columns": item.columns}
         for item in loaded.items
         if item.content in known
     ]

@@ -83,7 +83,7 @@ def _split_figures(played: Sequence[Line], benchmark: str) -> dict[str, Any]:
         [line for line in played if line["kind"] == kind] for kind in QuestionKind
     )
     closed = choice or grounding
-    summary = figures(played) | {"without_answer": _unanswered(closed)}
+    summary = figures(played) | {"without_answer": _unanswered(closed or open_ended)}
     if closed:
         score = BENCHMARKS[benchmark].score if benchmark in BENCHMARKS else "accuracy"
         scores = group_figures(closed)
@@ -163,7 +163,7 @@ def table_of(lines: Sequence[Line]) -> str:
     own = list(dict.fromkeys(name for line in lines for name in line["columns"]))
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow([*_TABLE, *own])
+    writer.writerow([*_TABLE, *(f"own {name}" if name in _TABLE else name for name in own)])
     for line in lines:
         fields = line | {"right": line.get("question", {}).get("answer")}
         writer.writerow([*map(fields.get, _TABLE), *map(line["columns"].get, own)])

@@ -21,7 +21,7 @@ PROGRAM = str(pathlib.Path(__file__).with_name("faults_program.py"))
 HEARTBEAT = 6  # seconds
 GONE = r"error: another process of this run ended or cannot be reached \(.*\); start all of them .*"
 STOPPED = r"stopped after PARA-GRPO 3/1000, which is saved; give the same command again"
-DESTROYED = r"error: after PARA-GRPO 4/1000, w1 is not finite; what is saved is finite, but .*"
+DESTROYED = r"error: after PARA-GRPO 4/1000, w1 is not finite. All that is saved is finite, but .*"
 # Fault: exit code and last line of the process that it happens to, and of the other one.
 FAULTS = {
     "kill": (-signal.SIGKILL, None, LOST, GONE),

@@ -7,6 +7,7 @@ import itertools
 import json
 import pathlib
 import re
+import shlex
 import shutil
 from typing import Any
 
@@ -30,6 +31,7 @@ from rollout.agent.episode import EpisodeSettings
 from rollout.ask import Assistant
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import read_metrics
+from train.durable.run_folder import begin_with, read_config
 
 RESULT_FIELDS = """
     name seed before curve after token_mismatches logprob_gap
@@ -260,15 +262,15 @@ def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(
 def test_a_run_that_diverged_is_saved_by_the_command_that_it_prints(finished, tmp_path, capsys):
     files = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     begin = ("--resume-from", str(finished / "checkpoints/rl/4"))
-    assert command(tmp_path / "bad", *begin, "--rl.optimizer.learning-rate", "1e38") == 1
-    flags = capsys.readouterr().err.partition(": add ")[2].removesuffix(" at its end\n").split()
+    bad, saved = tmp_path / "bad run", tmp_path / "bad run-2"
+    assert command(bad, *begin, "--rl.optimizer.learning-rate", "1e38") == 1
+    flags = shlex.split(capsys.readouterr().err.partition(": add ")[2].partition(" at its end")[0])
     # A tenth of an absurd rate still is one.
-    assert command(tmp_path / "bad", *begin, *flags[:-1], "1e-3") == 0
-    saved = tmp_path / "bad-2"
+    assert command(bad, *begin, *flags[:-1], "1e-3") == 0
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == files
     changes = [
         json.loads((folder / "config.json").read_text())["resumed"][-1]["changed"]
-        for folder in (tmp_path / "bad", saved)
+        for folder in (bad, saved)
     ]
     rates = ["0.001", "1e+38", "0.001"]
     assert changes == [{"rl.optimizer.learning_rate": rates[i : i + 2]} for i in range(2)]
@@ -279,14 +281,20 @@ def test_a_run_that_diverged_is_saved_by_the_command_that_it_prints(finished, tm
     assert command(saved, "--resume-from", str(finished / "checkpoints/rl/6")) == 1
     assert "did not begin with --resume-from" in capsys.readouterr().err
     assert "After rl 4 of" in write_report(saved).read_text()
+    # Of a run that began with steps of RL, only what was made before them.
+    older = tmp_path / "older"
+    begin_with(str(saved / "checkpoints/sft/4"), read_config(finished, ""), str(older))
+    (start,) = read_config(older, "")["resumed"]
+    assert (start["phase"], start["step"], start["changed"]) == ("sft", 4, {})
+    assert {line["phase"] for line in read_metrics(older / "metrics.jsonl")} == {"align", "sft"}
+    assert not list((older / "evaluation").iterdir())
 
 
 @pytest.mark.parametrize(
     ("step", "flags", "words"),
     [
-        ("rl/5", (), r"no such checkpoint; give one of .*rl/4, .*rl/6\n"),
-        ("rl/4", ("--seed", "1", "--sft.steps", "5"), r"depends on seed = 0, sft.steps = 4: "),
-        ("rl/4", ("--rl.steps", "3"), r"rl.steps: 3; .* needs 4\n"),
+        ("rl/5", (), r"no such checkpoint; give one of .*rl/4 .*rl/6\n"),
+        ("rl/4", ("--seed", "1", "--sft.steps", "5"), r"keeps seed = 0, sft.steps = 4: "),
         ("rl/4", ("--rl.optimizer.name", "muon"), r'rl.optimizer.name = "adamw"'),
     ],
 )

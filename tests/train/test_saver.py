@@ -113,7 +113,7 @@ def test_a_stop_before_the_first_step_does_nothing(tmp_path):
 
 
 def test_an_infinite_loss_ends_it_and_steps_after_the_last_save_are_repeated(tmp_path):
-    message = "^the loss of PARA-GRPO 5/7 is not finite; .*: add --resume-from .*/rl/3 --run-dir "
+    message = "^the loss of PARA-GRPO 5/7 is not finite. .*: add --resume-from .*/rl/3 --run-dir "
     with pytest.raises(ValueError, match=message):
         Run(tmp_path).steps(loss=lambda step: float("nan") if step == 5 else 1.0)
     run = Run(tmp_path)
@@ -125,7 +125,7 @@ def test_an_infinite_loss_ends_it_and_steps_after_the_last_save_are_repeated(tmp
 @pytest.mark.parametrize(("step", "good"), [(3, None), (6, 3), (7, 6)])
 def test_what_an_update_has_destroyed_is_not_saved(tmp_path, step, good):
     """The loss of a step is that of the weights before its update."""
-    message = f"^after PARA-GRPO {step}/7, n is not finite; .* --rl.optimizer.learning-rate 0.1 "
+    message = f"^after PARA-GRPO {step}/7, n is not finite. .* --rl.optimizer.learning-rate 0.1 "
     with pytest.raises(ValueError, match=message):
         Run(tmp_path).steps(destroyed=step)
     run = Run(tmp_path)

@@ -118,7 +118,7 @@ def test_the_paradox_writes_its_table_and_its_figure_and_finished_runs_are_only_
     names = ["grpo", "exploration-anchoring", "nframes-gating", "para-grpo"]
     start = ("cold_start", fake.done[0][1])
     assert fake.done == [start, *((name, seed) for seed in (0, 2) for name in names)]
-    folder = tmp_path / "strong"
+    folder = tmp_path
     table = cells(folder)
     assert table["accuracy, K = 4"][1:] == ["0.51 [0.5, 0.52]"] * 4
     # Steps 16 to 20.

@@ -17,16 +17,18 @@ import functools
 import hashlib
 import os
 import pathlib
+import shlex
 import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from paravt_jax.data.any_path import AnyPath, any_path, is_bucket, user_folder
+from paravt_jax.data.any_path import AnyPath, any_path, is_bucket, require_local, user_folder
 from paravt_jax.data.stored import (
     appearing,
     as_json,
     differences,
     lock,
+    naming_full_disk,
     parse_checked_json,
     require_same,
     write_checked_json,
@@ -36,7 +38,8 @@ from paravt_jax.processes.exit_codes import Stopped, UserError
 from train.durable.bucket import BucketFiles, named_errors
 from train.durable.checkpoint import hand_over, kept_checkpoints, read_record
 from train.durable.lease import Lease
-from train.durable.metrics import PHASES, MetricsWriter, say
+from train.durable.metrics import PHASES, MetricsWriter, is_up_to, read_metrics, say
+from train.result import forget_after
 
 FORMAT = 14
 """Version of a run's files. Raise it when this code cannot read older runs."""
@@ -233,8 +236,9 @@ def begin_with(checkpoint: str, config: dict[str, Any], run_dir: str) -> None:
             folder holds something else.
     """
     flag, folder = f"--resume-from {checkpoint}", pathlib.Path(run_dir)
-    if is_bucket(checkpoint) or is_bucket(run_dir):
-        raise RunFolderError(f"{flag}: only for runs in folders; copy the one in a bucket there")
+    # A run in a bucket has to be copied first.
+    require_local("--resume-from", checkpoint)
+    require_local("--run-dir", run_dir)
     source = pathlib.Path(checkpoint).absolute()
     if folder.exists() and any(folder.iterdir()):
         begun = (folder / _CONFIG).exists() and read_config(folder, "--run-dir").get(RESUMED)
@@ -244,34 +248,41 @@ def begin_with(checkpoint: str, config: dict[str, Any], run_dir: str) -> None:
                 "--resume-from"
             )
         return
-    run = checkpoint.partition("/checkpoints")[0]
-    kept = kept_checkpoints(pathlib.Path(run).absolute() / "checkpoints")
+    old_run = source.parent.parent.parent
+    kept = kept_checkpoints(old_run / "checkpoints")
     if source not in kept:
-        shown = ", ".join(f"{run}/checkpoints/{x.parent.name}/{x.name}" for x in kept)
-        raise RunFolderError(f"{flag}: no such checkpoint; give one of {shown or 'another run'}")
-    phase, step, old_run = source.parent.name, int(source.name), source.parents[2]
+        shown = shlex.join(map(str, kept)) or "a run's folder RUN as RUN/checkpoints/PHASE/STEP"
+        raise RunFolderError(f"{flag}: no such checkpoint; give one of {shown}")
+    phase, step = source.parent.name, int(source.name)
+    metrics = old_run / "metrics.jsonl"
     settings = read_record(source)["identity"]["settings"]
-    history = settings.pop(RESUMED, [])
+    if (old_run / _CONFIG).exists():
+        read_config(old_run, "--resume-from")  # raises if it is of another version
+    history = [start for start in settings.pop(RESUMED, []) if is_up_to(start, phase, step)]
     changed = differences(settings, identity(as_json(config)))
     fixed = [f"{x} = {old}" for x, (old, _) in changed.items() if _is_fixed(x, phase, settings)]
     if fixed:
-        raise RunFolderError(f"{flag} depends on {', '.join(fixed)}: give the same again")
-    if config[phase]["steps"] < step:
-        raise RunFolderError(f"{phase}.steps: {config[phase]['steps']}; {flag} needs {step}")
+        raise RunFolderError(f"{flag} keeps {', '.join(fixed)}: give the same again")
+    if not any((x["phase"], x["step"]) == (phase, step) for x in read_metrics(metrics)):
+        raise RunFolderError(f"{metrics}: the line of {phase} {step} is lost; restore it")
     history.append({"from": str(source), "phase": phase, "step": step, "changed": changed})
     earlier = [f"checkpoints/{name}" for name in PHASES[: PHASES.index(phase)]]
-    # The phase may end elsewhere, so what was played at its end is played again.
-    ends = ["after-*"] if phase == "rl" else ["before-*", "after-*"]
-    ignore = shutil.ignore_patterns(_LOCK, *ends)
-    with appearing(folder) as new:
+    # The phase may end elsewhere, so what was played at its end is played again; so is all that
+    # other rewards score in another way.
+    again = ["after-*"] if phase == "rl" else ["before-*", "after-*"]
+    if any(name.startswith(("rl.rewards", "rl.grpo.anchor")) for name in changed):
+        again = ["before-*", "curve-*", "after-*"]
+    ignore = shutil.ignore_patterns(_LOCK, *again)
+    with naming_full_disk(folder), appearing(folder) as new:
         for name in (*_TAKEN, *earlier, f"checkpoints/{phase}/{step}"):
             if (old_run / name).exists():
                 shutil.copytree(old_run / name, new / name, ignore=ignore)
         _write_config(new, config, history)
         for copied in kept_checkpoints(new / "checkpoints"):
             hand_over(copied, identity(read_config(new, "--run-dir")))
-        shutil.copy(old_run / "metrics.jsonl", new)
+        shutil.copy(metrics, new)
         MetricsWriter(new).truncate(phase, step, {"changed_after": changed})
+        forget_after(new, phase, step)
 
 
 def _is_fixed(name: str, phase: str, settings: dict[str, Any]) -> bool:

@@ -19,12 +19,14 @@ import io
 import math
 import pathlib
 import pickle
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 from models.compilation import Compilations
+from paravt_jax.data.any_path import is_bucket
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import Stopped
 from paravt_jax.processes.interrupts import Interrupts
@@ -195,7 +197,7 @@ class Saver:
                 lost = self._checkpoints.folder / str(start["step"])
                 raise RunFolderError(
                     f"{lost}, with which the run began, is lost: give another "
-                    f"--run-dir, with --resume-from {start['from']}"
+                    f"--run-dir, with --resume-from {shlex.quote(start['from'])}"
                 )
         self._again = hosts.from_first(self._is_made_again)
         if self.left:
@@ -319,12 +321,14 @@ class Saver:
         rate = settings.get("optimizer", settings)["learning_rate"] / 10
         section = "optimizer." if "optimizer" in settings else ""
         self._checkpoints.wait()
-        kept = kept_checkpoints(self._home.run_folder.checkpoints)
-        start = f"--resume-from {kept[-1]} " if kept else ""
+        shown = self._home.run_folder.shown
+        kept = [] if is_bucket(shown) else kept_checkpoints(self._home.run_folder.checkpoints)
+        start = f"--resume-from {shlex.quote(str(kept[-1]))} " if kept else ""
         return ValueError(
-            f"{what} is not finite; what is saved is, but the same command computes the same again:"
-            f" add {start}--run-dir {self._home.run_folder.shown}-2 "
-            f"--{self.name}.{section}learning-rate {rate:g} at its end"
+            f"{what} is not finite. All that is saved is finite, but the same command computes the "
+            f"same again: add {start}--run-dir {shlex.quote(f'{shown}-2')} "
+            f"--{self.name}.{section}learning-rate {rate:g} at its end; if that ends so, too, take "
+            "an older checkpoint, whose weights are not spoilt"
         )
 
     def _step(self, step: int) -> str:

@@ -48,14 +48,6 @@ def varied(
     return largest > smallest
 
 
-def has_signal(
-    rewards: Float[Array, "p g"], valid: Bool[Array, "p g"], settings: GRPOSettings
-) -> Bool[Array, " p"]:
-    """Return whether the rewards of each group differ after shaping. A group of equal ones is
-    silent."""
-    return varied(shape_rewards(rewards, settings), valid)[:, 0]
-
-
 def normalise(
     x: Float[Array, "p n"], mask: Bool[Array, "p n"], how: Normalisation, epsilon: float = EPSILON
 ) -> Float[Array, "p n"]:
@@ -207,7 +199,9 @@ def compute_advantages(
         credit = normalise(batch.anchor_rewards, batch.valid, in_groups, epsilon)
         out = anchor_credit(out, credit, batch, settings.anchor_weight, gamma)
     # Silent groups have equal rewards: their advantages consist of the KL penalty only.
-    silent = masked_mean(1.0 - has_signal(batch.rewards, batch.valid, settings), batch.valid.any(1))
+    # A group whose rewards are equal after shaping is silent.
+    differs = varied(shape_rewards(batch.rewards, settings), batch.valid)[:, 0]
+    silent = masked_mean(1.0 - differs, batch.valid.any(1))
     scale = jnp.float32(1.0)
     if settings.min_signal:
         scale = jnp.minimum(1.0, (1.0 - silent) / settings.min_signal)

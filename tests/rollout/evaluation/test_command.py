@@ -87,7 +87,7 @@ def test_a_second_run_plays_only_what_has_no_score(run, tmp_path):
     file.write_bytes(lines + lines[:50])  # killed while writing
     second, printed = run()
     assert second["n"] == 3
-    assert "1 answers are kept, 0 are not" in printed and "; 5 questions are asked" in printed
+    assert "1 answers are kept; 5 questions are asked" in printed
     assert file.read_bytes().startswith(lines + b"{")
     third, printed = run()
     assert "| 3/3 [" in printed  # questions that were left out are tried again
@@ -141,7 +141,7 @@ def test_a_file_of_own_questions_grows_and_is_mended(run, videos, tmp_path):
     mended = (a.replace("B,mcq", "A,mcq"), b.replace("hard", "easy"))
     new = ('c,data/w1.mp4,When?,,"[500, 600]",tvg,,', "d,sub/w1.mp4,Who?,,B,oe,,")
     summary, printed, table = evaluate(*mended, *new)
-    assert "1 answers are kept, 1 are not" in printed and "; 3 questions are asked" in printed
+    assert "1 answers are kept; 3 questions are asked" in printed
     assert summary["open_ended"]["by_column"]["level: easy"]["n"] == 1
     fields = ("id", "kind", "right", "read", "score", "stop", "left_out", "level")
     assert [",".join(line[field] for field in fields) for line in table] == [
