@@ -188,5 +188,5 @@ def test_files_without_questions_are_refused(tmp_path):
 
 
 def test_two_questions_with_one_id_are_refused(rows, tmp_path):
-    with pytest.raises(ValueError, match="2 have the id 'goal'"):
+    with pytest.raises(ValueError, match="line 2: id: 'goal'; another question has the same id"):
         read_questions(write(tmp_path, [rows[0], rows[0]]), tmp_path)
