@@ -233,9 +233,9 @@ def run_command(
         elif isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             code = FAILED
             reason = f"no memory is left ({one_line(error)}); {less_memory}"
-        elif not _has_devices():
+        elif os.environ.get("JAX_PLATFORMS") and not _has_devices():
             code = FAILED
-            platforms = os.environ.get("JAX_PLATFORMS", "")
+            platforms = os.environ["JAX_PLATFORMS"]
             reason = f"JAX_PLATFORMS={platforms}: JAX finds no such device here; unset it"
         else:
             traceback.print_exc()
