@@ -266,7 +266,8 @@ def begin_with(checkpoint: str, config: dict[str, Any], run_dir: str) -> None:
     if not any((x["phase"], x["step"]) == (phase, step) for x in read_metrics(metrics)):
         raise RunFolderError(f"{metrics}: the line of {phase} {step} is lost; restore it")
     history.append({"from": str(source), "phase": phase, "step": step, "changed": changed})
-    earlier = [f"checkpoints/{name}" for name in PHASES[: PHASES.index(phase)]]
+    newest = {each.parent.name: each.relative_to(old_run) for each in kept}
+    earlier = [newest[name] for name in PHASES[: PHASES.index(phase)] if name in newest]
     # The phase may end elsewhere, so what was played at its end is played again; so is all that
     # other rewards score in another way.
     again = ["after-*"] if phase == "rl" else ["before-*", "after-*"]
