@@ -243,8 +243,7 @@ class Client:
         choice = _choice(reply, key)
         if choice is None:
             text = f"the reply is not a complete chat completion{message}; {_ADDRESS}"
-            # Nor does a page of HTML, such as a login.
-            return Failure(text, again=again and not reply.lstrip().startswith(b"<"))
+            return Failure(text, again=again)
         for field in sorted(set(refused) - self._refused):
             self._counts[f"{field}: {_OPTIONAL[field] or 'left out'}"] += 1
             _log.warning("%s refuses %s: it is left out or renamed", self._settings.endpoint, field)

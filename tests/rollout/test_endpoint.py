@@ -191,7 +191,7 @@ def test_a_reply_cut_at_its_token_limit_is_a_truncated_turn(ask):
         (Reply(status=404), "status 404; check the address", 1),
         (Reply(close=True), "the connection failed", 3),
         (Reply(b"hello"), r"not a complete chat completion \(hello\); check the address", 3),
-        (Reply(b"\n<html>Sign in"), "not a complete chat completion .*Sign in", 1),
+        (Reply(b"\n<html>Sign in"), "not a complete chat completion .*Sign in", 3),
         (Reply(b'{"choices": null}'), "not a complete chat completion", 1),
         (error(429, "insufficient_quota"), r"status 429 \(insufficient_quota\)$", 1),
         (error(403, "no such plan"), r"status 403 \(.*no such plan.*\); check the key", 1),
