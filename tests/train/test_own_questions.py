@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import re
 from typing import Any
 
 import pytest
 from flax import nnx
 
-from configs import RECIPES
 from models.model import VisionLanguageModel
 from models.qwen3_vl.dialect import DIALECT
 from models.weights.hf import save
@@ -24,8 +22,6 @@ from paravt_jax.world.vocabulary import world_vocabulary
 from train.model import model_config
 from train.prepare import LeftOutError, prepare
 from train.settings import DataSettings, EvaluationSettings, ModelSettings, Run
-
-DOCS = pathlib.Path(__file__).parents[2] / "docs" / "data.md"
 
 
 @pytest.fixture(scope="module")
@@ -164,21 +160,3 @@ def test_questions_that_cannot_be_trained_on_are_refused(recipe, questions, at_h
     for run, asked, message in cases:
         with pytest.raises(ValueError, match=message):
             prepare(run, at_home / "run", questions=asked)
-
-
-@pytest.mark.slow
-def test_the_example_of_the_docs_trains(recipe, questions, base, at_home, monkeypatch):
-    """The second block of docs/data.md, with a small recipe in place of paravt_8b, a small model in
-    place of the published one, and questions of the small world."""
-    monkeypatch.setitem(RECIPES, "paravt_8b", lambda: recipe)
-    section = DOCS.read_text(encoding="utf-8").partition("## Your own questions")[2]
-    _, training, _ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    published = "mwxely/ParaVT-8B-SFT"
-    assert published in training
-    exec(training.replace(published, str(base)), {"questions": questions})
-    result = json.loads((at_home / "runs/mine/result.json").read_text())
-    assert result["before"][0]["n"] == result["after"][0]["n"] == recipe.evaluation.questions
-    assert result["token_mismatches"] == 0
-    lines = (at_home / "runs/mine/episodes.jsonl").read_text().splitlines()
-    asked = {json.loads(line)["question"]["id"] for line in lines}
-    assert asked and asked <= {question.id for question in questions}
