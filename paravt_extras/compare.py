@@ -7,7 +7,6 @@ about the same videos. A grounding answer counts as right if its overlap is at l
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -92,10 +91,10 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
 
 
 def _played(folder: pathlib.Path) -> dict[str, Line]:
-    """Return the lines of the questions that were played, by all that makes a question the same."""
+    """Return the lines of the questions that were played, by the hash of what was asked."""
     contents = set(read_json(folder / "config.json")["questions"])
     return {
-        json.dumps([line[field] for field in ("id", "video", "kind", "question")]): line
+        content: line
         for content, line in latest(read_lines(folder)).items()
         if content in contents and "left_out" not in line
     }

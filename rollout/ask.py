@@ -105,7 +105,7 @@ class Assistant:
         frames: Sizes of frames and of their cache.
 
     Attributes:
-        environment: Set its `tell` to hear of every turn and crop.
+        environment: What its episodes share. Give it another `tell` to hear of every turn and crop.
         stopped: Called while an answer is written. Once it returns something true, the episode ends
             as if its time were up, with the turns and reports that there are.
     """

@@ -179,7 +179,7 @@ def _named_failures(id: str, repo_type: str) -> Iterator[None]:
             f"check the id, network and proxies; if {page} is private or gated, accept its terms, "
             "and log in (hf auth login, or set HF_TOKEN)"
         )
-        if constants.HF_HUB_OFFLINE:
+        if constants.HF_HUB_OFFLINE and not is_proxy:
             remedy = "unset HF_HUB_OFFLINE"
         # Not from the client's error, whose type would decide the exit code of a command.
         raise (FileNotFoundError if is_final else ConnectionError)(
