@@ -1,15 +1,15 @@
-"""Shared by all kernels: the layout of rows, visible tiles, the platform, what attention saves."""
+"""Shared by all kernels: the layout of rows, partial results, visible tiles, the platform."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 # `checkpoint_name` of outputs and log-sum-exps. If a remat policy saves this name, the backward
 # pass does not repeat the forward pass of attention.
@@ -96,6 +96,18 @@ class RowLayout:
             jnp.where(self.segments == 0, position, self.starts),
             jnp.where(position < self.shared[:, None], self.segments, 0),
         )
+
+
+class Partial(NamedTuple):
+    """Attention of j jobs of t queries to some of their keys. Parts are merged by log-sum-exp.
+
+    The weight of a part is exp(logsumexp), so a part without keys has the weight 0.
+    """
+
+    out: Float[Array, "j t n h"]
+    """In float32, normalised over the keys that a query sees; 0 where it sees none."""
+    logsumexp: Float[Array, "j t n"]
+    """Natural logarithm of the sum of exp(score), in float32; MASKED where a query sees no key."""
 
 
 def platform() -> str:
