@@ -208,7 +208,8 @@ def run_command(
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = work() or 0
-        sys.stdout.flush()
+        # Not sys.stdout.flush(): where stdout is closed, sys.stdout is None.
+        print(end="", flush=True)
         return code
     except Stopped as stop:
         print(f"\n{stop}; give the same command again", file=sys.stderr)
@@ -244,7 +245,7 @@ def run_command(
         line = f"error: {reason}"
     if hosts.process_count() > 1:
         # The others may wait for this process, which would wait for them in jax's exit handler.
-        sys.stdout.flush()
+        print(end="", flush=True)
         end(code, line)
     print(line, file=sys.stderr)
     return code
