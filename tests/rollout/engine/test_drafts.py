@@ -1,0 +1,86 @@
+"""Drafts by hand and against a plain search, what is accepted, and that speculation is exact."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from rollout.engine.drafts import LONGEST_MATCH, SEPARATOR, accepted, build_history, propose
+
+SIZE = 24
+draft = jax.jit(propose, static_argnums=2)
+accept = jax.jit(accepted)
+
+
+def drafts(history: Sequence[int], count: int = 3) -> list[int]:
+    """Drafts of one row; what lies beyond its history repeats its last token."""
+    padded = np.full((1, SIZE), history[-1] if history else 0, np.int32)
+    padded[0, : len(history)] = history
+    return draft(padded, np.array([len(history)], np.int32), count)[0].tolist()
+
+
+def test_drafts_by_hand():
+    assert drafts([1, 2, 3, 4, SEPARATOR, 9, 1, 2]) == [3, 4, SEPARATOR]
+    # The longest match before the latest one, and of equals the latest.
+    assert drafts([1, 2, 3, 7, 2, 4, 1, 2]) == [3, 7, 2]
+    assert drafts([1, 3, 4, 5, 1, 6, 7, 8, 1]) == [6, 7, 8]
+    # Nothing is known beyond the last token.
+    assert drafts([5, 6, 5]) == [6, 5, SEPARATOR]
+    assert drafts([]) == drafts([5]) == drafts([5, 6]) == [SEPARATOR] * 3
+
+
+def plain_drafts(history: list[int], count: int) -> list[int]:
+    best, found = 0, 0
+    for place in range(1, len(history)):
+        backs = range(1, min(LONGEST_MATCH, place) + 1)
+        equal = (history[place - back] == history[-back] for back in backs)
+        match = sum(itertools.takewhile(bool, equal))
+        if match and match >= best:
+            best, found = match, place
+    following = history[found : found + count] if best else []
+    return following + [SEPARATOR] * (count - len(following))
+
+
+def test_drafts_are_those_of_a_plain_search():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, SIZE + 1, 300).astype(np.int32)
+    histories = rng.integers(-1, 3, (300, SIZE)).astype(np.int32)
+    found = draft(histories, lengths, 5)
+    for history, length, row in zip(histories, lengths, found, strict=True):
+        assert row.tolist() == plain_drafts(history[:length].tolist(), 5)
+
+
+def test_leading_drafts_are_accepted():
+    drawn = np.array([[1, 2, 3]] * 4, np.int32)
+    offered = np.array([[1, 2], [1, 9], [9, 2], [SEPARATOR, SEPARATOR]], np.int32)
+    assert accept(drawn, offered).tolist() == [3, 2, 1, 1]
+
+
+def test_speculation_gives_the_tokens_of_plain_decoding():
+    """A row's next token follows from its last two, as a draw with a fixed seed does."""
+
+    def following(tokens: list[int]) -> int:
+        return (3 * tokens[-1] + tokens[-2] * tokens[-1] + 1) % 5
+
+    plain, tokens, calls = [1, 2], [1, 2], 0
+    while len(plain) < SIZE:
+        plain.append(following(plain))
+    while len(tokens) < SIZE:
+        offered = drafts(tokens)
+        drawn = [following(tokens + offered[:n]) for n in range(4)]
+        count = int(accept(np.array([drawn], np.int32), np.array([offered], np.int32))[0])
+        tokens += drawn[:count]
+        calls += 1
+    assert tokens[:SIZE] == plain
+    assert calls < SIZE - 2
+
+
+def test_a_history_keeps_the_newest_entries():
+    siblings = [np.array([1, 2]), np.array([3])]
+    whole = [1, 2, SEPARATOR, 3, SEPARATOR, 4, 5]
+    assert build_history(np.array([4, 5]), siblings, SIZE).tolist() == whole
+    assert build_history(np.array([4, 5]), siblings, 4).tolist() == whole[-4:]
+    assert build_history(np.array([4, 5]), siblings, 0).tolist() == []
