@@ -47,12 +47,12 @@ def _propose_one(
 ) -> Int32[Array, " count"]:
     (size,) = history.shape
     places = jnp.arange(size)
-    # matching[p]: how many tokens before p equal the row's last ones.
+    # matching[p]: how many tokens before p equal the row's last ones. It is 0 where no token is
+    # known at p: siblings that are decoded side by side often end alike, and nothing follows yet.
     matching = jnp.zeros(size, jnp.int32)
-    agrees = places < length
+    agrees = (places < length) & (history != SEPARATOR)
     for back in range(1, LONGEST_MATCH + 1):
-        # Where fewer tokens lie before p, the index is negative, and reads a token from the end.
-        agrees &= (places >= back) & (history[places - back] == history[length - back])
+        agrees &= (places >= back) & (jnp.roll(history, back) == history[length - back])
         matching += agrees
     found = size - 1 - jnp.argmax(matching[::-1])
     following = found + jnp.arange(count)

@@ -23,12 +23,12 @@ def drafts(history: Sequence[int], count: int = 3) -> list[int]:
 
 
 def test_drafts_by_hand():
-    assert drafts([1, 2, 3, 4, SEPARATOR, 9, 1, 2]) == [3, 4, SEPARATOR]
-    # The longest match before the latest one, and of equals the latest.
+    # After the longest match, even if another is later; of equal ones after the latest.
     assert drafts([1, 2, 3, 7, 2, 4, 1, 2]) == [3, 7, 2]
-    assert drafts([1, 3, 4, 5, 1, 6, 7, 8, 1]) == [6, 7, 8]
-    # Nothing is known beyond the last token.
+    assert drafts([1, 2, 3, SEPARATOR, 1, 2, 4, SEPARATOR, 1, 2]) == [4, SEPARATOR, 1]
+    # Nothing is known beyond the last token, nor beyond the end of a sibling.
     assert drafts([5, 6, 5]) == [6, 5, SEPARATOR]
+    assert drafts([1, 2, 3, SEPARATOR, 1, 2, SEPARATOR, 1, 2]) == [3, SEPARATOR, 1]
     assert drafts([]) == drafts([5]) == drafts([5, 6]) == [SEPARATOR] * 3
 
 
@@ -38,7 +38,7 @@ def plain_drafts(history: list[int], count: int) -> list[int]:
         backs = range(1, min(LONGEST_MATCH, place) + 1)
         equal = (history[place - back] == history[-back] for back in backs)
         match = sum(itertools.takewhile(bool, equal))
-        if match and match >= best:
+        if history[place] != SEPARATOR and match >= max(best, 1):
             best, found = match, place
     following = history[found : found + count] if best else []
     return following + [SEPARATOR] * (count - len(following))
