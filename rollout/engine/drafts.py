@@ -74,13 +74,22 @@ def accepted(drawn: Int32[Array, "r drawn"], drafts: Int32[Array, "r count"]) ->
 def build_history(
     own: Int[np.ndarray, " t"], siblings: Sequence[Int[np.ndarray, " _"]], size: int
 ) -> Int32[np.ndarray, " s"]:
-    """Return a history of at most `size` entries; the oldest are left out.
+    """Return the siblings' responses and the row's own tokens, at most `size` entries.
+
+    If they do not fit, the row's newest tokens get at least half of the entries, and the latest
+    siblings the others: a prompt is often longer than all responses and helps less.
 
     Args:
-        own: the row's own tokens.
-        siblings: responses to the same prompt, the most useful last.
+        own: the row's prompt and response.
+        siblings: responses to prompts that begin like the row's, the latest last.
         size: upper bound on the entries. Leave room for the tokens that the row will draw.
     """
-    parts = [np.append(sibling, SEPARATOR) for sibling in siblings]
-    history = np.concatenate([*parts, own]).astype(np.int32)
-    return history[max(0, len(history) - size) :]
+    none = np.zeros(0, np.int32)
+    others = np.concatenate([none, *(np.append(ids, SEPARATOR) for ids in siblings)])
+    own = _newest(own, max(size - len(others), size // 2))
+    others = _newest(others, size - len(own))
+    return np.concatenate([others, own]).astype(np.int32)
+
+
+def _newest(ids: Int[np.ndarray, " t"], count: int) -> Int[np.ndarray, " _"]:
+    return ids[max(0, len(ids) - count) :]

@@ -78,9 +78,9 @@ def test_speculation_gives_the_tokens_of_plain_decoding():
     assert calls < SIZE - 2
 
 
-def test_a_history_keeps_the_newest_entries():
-    siblings = [np.array([1, 2]), np.array([3])]
-    whole = [1, 2, SEPARATOR, 3, SEPARATOR, 4, 5]
-    assert build_history(np.array([4, 5]), siblings, SIZE).tolist() == whole
-    assert build_history(np.array([4, 5]), siblings, 4).tolist() == whole[-4:]
-    assert build_history(np.array([4, 5]), siblings, 0).tolist() == []
+def test_a_history_has_the_newest_entries():
+    own, siblings = np.array([5, 6, 7]), [np.array([1, 2]), np.array([3])]
+    assert build_history(own, siblings, 8).tolist() == [1, 2, SEPARATOR, 3, SEPARATOR, 5, 6, 7]
+    assert build_history(own, siblings, 6).tolist() == [SEPARATOR, 3, SEPARATOR, 5, 6, 7]
+    assert build_history(own, siblings, 4).tolist() == [3, SEPARATOR, 6, 7]
+    assert build_history(own, [], 2).tolist() == [6, 7]
