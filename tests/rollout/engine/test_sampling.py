@@ -1,4 +1,4 @@
-"""Draws against the exact distribution, and what a draw may depend on."""
+"""Draws against the exact distribution, what a draw may depend on, and what a mesh exchanges."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from models.qwen3_vl.sizes import tiny
+from models.sharding import constrain, make_mesh, param_shardings
+from models.text import TextDecoder
 from rollout.engine.sampling import Choices, draw_at, sample
+from tests.collectives import find_collectives
+from tests.processes import on_eight_devices
 
 ROWS, WORDS = 64, 12
 DRAWS = 20_000
-draw = jax.jit(sample)
+draw = jax.jit(lambda logits, *settings: sample(constrain(logits, None, "tensor"), *settings))
 
 
 def draws(
@@ -124,3 +130,43 @@ def test_a_draw_depends_on_its_own_numbers_only():
         some = {name: x[chosen] for name, x in settings.items()}
         alone = draws(logits[chosen], **some, count=len(chosen))
         np.testing.assert_array_equal(np.stack(alone), whole[:, chosen])
+
+
+@pytest.mark.slow
+def test_a_vocabulary_over_four_devices():
+    """Runs this file as a program with fake devices."""
+    on_eight_devices(__file__)
+
+
+def check_exchanges() -> None:
+    """From tokens to the next tokens, at most a vector or a block per row is exchanged at a time.
+
+    Embeddings are gathered: the only product is that with the head.
+    """
+    graph, state = nnx.split(TextDecoder(tiny(2400).text, rngs=nnx.Rngs(0)))
+
+    def step(state, ids, choices, numbers):
+        text = nnx.merge(graph, state)
+        return sample(text.logits(text.embed(ids)), choices, numbers)
+
+    n = np.arange(ROWS)
+    choices = Choices(n.astype(np.uint32), (n % 4 / 2).astype(np.float32))
+    tokens, logprobs = jax.jit(step)(state, n, choices, n)
+    mesh = make_mesh(tensor=4)
+    placed = jax.device_put(state, param_shardings(state, mesh))
+    with jax.set_mesh(mesh):
+        program = jax.jit(step).lower(placed, n, choices, n).compile()
+        many = program(placed, n, choices, n)
+    np.testing.assert_array_equal(many[0], tokens)
+    np.testing.assert_allclose(many[1], logprobs, atol=1e-5)
+    hlo = str(program.as_text())
+    found = find_collectives(hlo, 4)
+    assert 0 < len(found) < 8 and max(one.sent for one in found) < 2 * ROWS * 128 * 4
+    assert "slice_sizes={1,128}" in hlo and hlo.count(" dot(") == 1
+
+
+if __name__ == "__main__":
+    check_exchanges()
+    with jax.set_mesh(make_mesh(tensor=4)):
+        test_temperature_0_takes_the_likeliest_token_and_its_log_prob_at_temperature_1()
+        test_a_draw_depends_on_its_own_numbers_only()
