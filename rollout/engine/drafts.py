@@ -37,7 +37,7 @@ def propose(
         count: drafts per row.
 
     Returns:
-        The drafts; -1 where there is none.
+        The drafts; -1 where there is none: feed any token in its place, it is not accepted.
     """
     return jax.vmap(lambda texts, used: _propose_one(texts, used, count))(history, length)
 
