@@ -4,10 +4,10 @@ Decoding is bound by reading pages, so the kernel reads only the pages that are 
 always has reads in flight. What the jobs need becomes a list of blocks at run time, and the grid is
 that list. Here a block is two pages of 64 tokens:
 
-    job    table      limit    steps (job, block, tokens left)    pages read
-    0      4 2 9 7    200      (0, 0, 200) (0, 1, 72)             4 2, 9 7
+    job    table      limit    steps    pages read
+    0      4 2 9 7    200      0, 1     4 2, 9 7
     1      . . . .      0
-    2      5 . . .     64      (2, 0, 64)                         5
+    2      5 . . .     64      2        5
 
 While a step computes, the pages of the next ones arrive in other buffers. All queries and heads
 that share a kv head are the rows of one matmul. Softmax and sums are in float32.
@@ -18,7 +18,6 @@ m of them in the table of a job. The kernel must run in a shard_map over several
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -38,10 +37,9 @@ SCORES = 2**18
 # and 4,096 on v6e: the blocks of tpu-inference's tuned table.
 IN_FLIGHT = 2.5e-6
 # Registers hold 8 x 128 numbers: a statistic per query is repeated along the lanes.
-LANES = 128
-# What the list says about a step: its job, which of the job's blocks it attends to, and the tokens
-# from the beginning of that block to the largest limit of the job.
-JOB, PART, LEFT = range(3)
+SUBLANES, LANES = 8, 128
+# Tokens that are written together.
+TOKENS = 128
 
 
 def supports(
@@ -80,21 +78,26 @@ def attend(
     page_bytes = 2 * k // cores * u * h * pages.dtype.itemsize
     width = max(1, min(m, BLOCK // page_bytes, SCORES // (rows * u)))
     buffers = 1 + max(1, in_flight // (width * page_bytes))
-    steps, count = _schedule(limits.max(axis=1), width * u, j * pl.cdiv(m, width))
+    lengths = limits.max(axis=1)
+    ends = jnp.cumsum(pl.cdiv(lengths, width * u))
+    # In a loop over layers the compiler repeats what is longer than its inputs: only this list is.
+    steps = jnp.arange(j * pl.cdiv(m, width))
+    jobs = jnp.searchsorted(ends[:-1], steps, side="right", method="compare_all")
 
     def of_job(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec(
-            (None, k // cores, *shape), lambda core, step, steps, _: (steps[JOB, step], core, 0, 0)
+            (None, k // cores, *shape), lambda core, step, jobs, *_: (jobs[step], core, 0, 0)
         )
 
     statistics = pltpu.VMEM((k // cores, rows, LANES), jnp.float32)
     result = pl.pallas_call(
-        functools.partial(_kernel, table_length=m),
+        _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(cores, count),
+            num_scalar_prefetch=4,
+            # If nothing is seen, one step reads nothing.
+            grid=(cores, jnp.maximum(ends[-1], 1)),
             in_specs=[
-                pl.BlockSpec((None, rows, 1), lambda _, step, steps, __: (steps[JOB, step], 0, 0)),
+                pl.BlockSpec((None, rows, 1), lambda core, step, jobs, *_: (jobs[step], 0, 0)),
                 of_job(rows, h),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
@@ -113,7 +116,9 @@ def attend(
         interpret=interpret,
         name="paged_attention",
     )(
-        steps,
+        jobs,
+        jnp.pad(ends, (1, 0)),
+        lengths,
         tables.reshape(-1),
         jnp.repeat(limits, n // k, axis=1)[:, :, None],
         q.reshape(j, t, k, n // k, h).swapaxes(1, 2).reshape(j, k, rows, h),
@@ -134,34 +139,25 @@ def _chip(interpret: bool) -> tuple[int, int]:
     return chip.num_cores, int(IN_FLIGHT * chip.mem_bw_bytes_per_second)
 
 
-def _schedule(
-    lengths: Int[Array, " j"], size: int, most: int
-) -> tuple[Int[Array, "3 most"], Int[Array, ""]]:
-    """Return the list of steps, and how many there are, for blocks of `size` tokens."""
-    ends = jnp.cumsum(pl.cdiv(lengths, size))
-    step = jnp.arange(most)
-    job = jnp.searchsorted(ends, step, side="right", method="compare_all")
-    # If nothing is seen, one step reads nothing.
-    job = jnp.minimum(job, len(lengths) - 1)
-    part = step - jnp.pad(ends, (1, 0))[job]
-    left = lengths[job] - part * size
-    return jnp.stack([job, part, left]), jnp.maximum(ends[-1], 1)
-
-
 def _kernel(
-    steps, tables, limits, q, pool, out, buffers, arrived, running_max, running_sum, *, table_length
+    jobs, begins, lengths, tables, limits, q, pool, out, buffers, arrived, running_max, running_sum
 ):
     core, step = pl.program_id(0), pl.program_id(1)
     slots, width, _, k, u, h = buffers.shape
     rows, size = q.shape[1], width * u
-    slot, part, left = jax.lax.rem(step, slots), steps[PART, step], steps[LEFT, step]
+    slot = jax.lax.rem(step, slots)
+    table = tables.shape[0] // lengths.shape[0]
 
-    def pages_of(left: Any) -> Any:
-        return jnp.minimum(jax.lax.div(left + u - 1, u), width)
+    def block_of(step: Any) -> tuple[Any, Any, Any]:
+        """Return a step's block of its job, how many tokens are left there, and how many pages."""
+        block = step - begins[jobs[step]]
+        left = lengths[jobs[step]] - block * size
+        return block, left, jnp.minimum(jax.lax.div(left + u - 1, u), width)
 
     def fetch(later: Any, _: None) -> None:
         """Start to read the pages of a step."""
-        first = steps[JOB, later] * table_length + steps[PART, later] * width
+        block, _, pages = block_of(later)
+        first = jobs[later] * table + block * width
         target = jax.lax.rem(later, slots)
 
         def start(page: Any, _: None) -> None:
@@ -169,18 +165,19 @@ def _kernel(
             copy = pltpu.make_async_copy(source, buffers.at[target, page], arrived.at[target])
             copy.start()
 
-        jax.lax.fori_loop(0, pages_of(steps[LEFT, later]), start, None)
+        jax.lax.fori_loop(0, pages, start, None)
 
     def wait(target: Any) -> None:
         pltpu.make_async_copy(target, target, arrived.at[slot]).wait()
 
     # The first step fetches for all buffers, and each later one for the buffer that became free.
-    begin = jnp.where(step == 0, 0, step + slots - 1)
-    jax.lax.fori_loop(begin, jnp.minimum(step + slots, pl.num_programs(1)), fetch, None)
-    full = left >= size
+    earliest = jnp.where(step == 0, 0, step + slots - 1)
+    jax.lax.fori_loop(earliest, jnp.minimum(step + slots, pl.num_programs(1)), fetch, None)
+    block, left, pages = block_of(step)
+    full = pages == width
     pl.when(full)(lambda: wait(buffers.at[slot]))
-    pages = jnp.where(full, 0, pages_of(left))
-    jax.lax.fori_loop(0, pages, lambda page, _: wait(buffers.at[slot, page]), None)
+    each = jnp.where(full, 0, pages)
+    jax.lax.fori_loop(0, each, lambda page, _: wait(buffers.at[slot, page]), None)
 
     def clear(page: Any, _: None) -> None:
         """Clear values that nobody sees: their weights are 0, but 0 * NaN is NaN."""
@@ -188,7 +185,7 @@ def _kernel(
         buffers[slot, page, 1] = jnp.where(token < left, buffers[slot, page, 1], 0)
 
     jax.lax.fori_loop(jnp.minimum(jax.lax.div(left, u), width), width, clear, None)
-    token = part * size + jax.lax.broadcasted_iota(jnp.int32, (rows, size), 1)
+    token = block * size + jax.lax.broadcasted_iota(jnp.int32, (rows, size), 1)
     seen = token < limits[...]
 
     def start(i: Any) -> None:
@@ -217,6 +214,104 @@ def _kernel(
         # Few rows: side by side, so that matmuls and softmax overlap. Many would be long programs.
         jax.lax.fori_loop(0, k, lambda i, _: act(i), None, unroll=rows < LANES)
 
-    pl.when(part == 0)(lambda: each_head(start))
+    pl.when(block == 0)(lambda: each_head(start))
     each_head(visit)
     pl.when(left <= size)(lambda: each_head(finish))
+
+
+def write(
+    pages: Float[Array, "x 2 k u h"],
+    k: Float[Array, "t k h"],
+    v: Float[Array, "t k h"],
+    places: Int[Array, " t"],
+    interpret: bool,
+) -> Float[Array, "x 2 k u h"]:
+    """Write keys and values of tokens, in place if the compiler can reuse `pages`.
+
+    XLA's scatter would change one row of one head at a time. Here all heads of a token are one
+    copy, and the copies of many tokens are in flight together.
+
+    Args:
+        pages: the pool.
+        k: a key per token.
+        v: a value per token.
+        places: where each token goes: page * u + its place in the page; -1: nowhere. Tokens that go
+            to the same 8 places (a tile) must follow each other.
+        interpret: whether to run away from a TPU, for tests.
+    """
+    t, heads, h = k.shape
+    batch = min(t, TOKENS)
+    batches = pl.cdiv(t, batch)
+    kv = jnp.stack([k, v], axis=1)[:, :, :, None].astype(pages.dtype)
+    # The kernel also looks at the places before and after a batch.
+    fill = (1, batches * batch - t + 1)
+    return pl.pallas_call(
+        _write_kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batches,),
+            in_specs=[
+                pl.BlockSpec((batch, 2, heads, 1, h), lambda i, _: (i, 0, 0, 0, 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[
+                pltpu.VMEM((batch, 2, heads, SUBLANES, h), pages.dtype),
+                pltpu.SemaphoreType.DMA(()),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
+        input_output_aliases={2: 0},
+        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
+        interpret=interpret,
+        name="paged_write",
+    )(jnp.pad(places, fill, constant_values=-1), kv, pages)
+
+
+def _write_kernel(places, kv, _, pool, tiles, done):
+    """Read the tiles of a batch, change rows, and write the tiles: each once, and all together."""
+    batch = kv.shape[0]
+    per_page = pool.shape[3] // SUBLANES
+    first = pl.program_id(0) * batch + 1
+
+    def tile_of(i: Any) -> Any:
+        return places[first + i] >> 3  # Of no place: -1.
+
+    def in_pool(tile: Any) -> Any:
+        page, begin = jax.lax.div(tile, per_page), jax.lax.rem(tile, per_page) * SUBLANES
+        return pool.at[page, :, :, pl.ds(pl.multiple_of(begin, SUBLANES), SUBLANES)]
+
+    def wait(count: Any) -> None:
+        copy = pltpu.make_async_copy(tiles.at[0], tiles.at[0], done)
+        jax.lax.fori_loop(0, count, lambda _, __: copy.wait(), None)
+
+    def read(i: Any, count: Any) -> Any:
+        tile = tile_of(i)
+        begins = (tile >= 0) & ((i == 0) | (tile != tile_of(i - 1)))
+
+        @pl.when(begins)
+        def _():
+            pltpu.make_async_copy(in_pool(tile), tiles.at[count], done).start()
+
+        return count + begins.astype(jnp.int32)
+
+    def change(i: Any, number: Any) -> Any:
+        tile = tile_of(i)
+        ends = (tile >= 0) & ((i == batch - 1) | (tile != tile_of(i + 1)))
+
+        @pl.when(tile >= 0)
+        def _():
+            row = jax.lax.broadcasted_iota(jnp.int32, tiles.shape[1:], 2)
+            own = row == places[first + i] - tile * SUBLANES
+            tiles[number] = jnp.where(own, kv[i], tiles[number])
+
+        @pl.when(ends)
+        def _():
+            pltpu.make_async_copy(tiles.at[number], in_pool(tile), done).start()
+
+        return number + ends.astype(jnp.int32)
+
+    count = jax.lax.fori_loop(0, batch, read, jnp.int32(0))
+    wait(count)
+    jax.lax.fori_loop(0, batch, change, jnp.int32(0))
+    wait(count)
