@@ -1,4 +1,4 @@
-"""Attention over pages on TPU: decoding, prompts that a group shares, and chunks of prompts.
+"""Attention over pages on TPU, for decoding and for chunks of prompts; and the writing of pages.
 
 Decoding is bound by reading pages, so the kernel reads only the pages that are seen, once, and
 always has reads in flight. What the jobs need becomes a list of blocks at run time, and the grid is
@@ -11,6 +11,10 @@ that list. Here a block is two pages of 64 tokens:
 
 While a step computes, the pages of the next ones arrive in other buffers. All queries and heads
 that share a kv head are the rows of one matmul. Softmax and sums are in float32.
+
+Tokens are written by a kernel as well: XLA's scatter of whole tokens transposes the pool, and its
+scatter of rows of one head handles 16 rows at a time (compiled). By their bundles and 0.7 us for a
+copy, 56 tokens of 2 heads take 32 us a layer on v5e by such a scatter, and 5 us by the kernel.
 
 Shapes: j jobs of t queries; n query heads, k kv heads, h head_dim; x pages of u tokens in the pool,
 m of them in the table of a job. The kernel must run in a shard_map over several devices.
@@ -28,17 +32,18 @@ from jaxtyping import Array, Float, Int
 
 from models.attention.target import MASKED, Partial
 
-# Bytes of a block. Reading them takes at least twice as long as the other work of a step that
-# decodes (compiled for v5e and v6e, with 1 to 8 kv heads).
+# Bytes of a block. On v5e, reading it takes 1.3 us, and the rest of a decoding step 720 bundles or
+# 0.5 us (compiled, for 2 and 8 kv heads).
 BLOCK = 2**20
 # Largest number of a kv head's scores in a block; with 512 queries, 512 tokens.
 SCORES = 2**18
 # Reads in flight, in seconds at the chip's bandwidth. For 2 kv heads that is 2,048 tokens on v5e
 # and 4,096 on v6e: the blocks of tpu-inference's tuned table.
 IN_FLIGHT = 2.5e-6
-# Registers hold 8 x 128 numbers: a statistic per query is repeated along the lanes.
+# A register and a tile in memory hold 8 x 128 numbers. A statistic of a query is repeated along
+# the lanes.
 SUBLANES, LANES = 8, 128
-# Tokens that are written together.
+# Tokens whose tiles are in flight together when they are written.
 TOKENS = 128
 
 
@@ -73,11 +78,11 @@ def attend(
     m = tables.shape[1]
     rows = t * n // k
     cores, in_flight = _chip(interpret)
-    # The cores of a chip share its heads.
-    cores = cores if k % cores == 0 else 1
-    page_bytes = 2 * k // cores * u * h * pages.dtype.itemsize
+    # Many rows fill the chip's memory: one head after another. The cores of a chip share the heads.
+    groups = k if rows >= LANES or k % cores else cores
+    page_bytes = 2 * k // groups * u * h * pages.dtype.itemsize
     width = max(1, min(m, BLOCK // page_bytes, SCORES // (rows * u)))
-    buffers = 1 + max(1, in_flight // (width * page_bytes))
+    buffers = 1 + max(1, pl.cdiv(in_flight, width * page_bytes))
     lengths = limits.max(axis=1)
     ends = jnp.cumsum(pl.cdiv(lengths, width * u))
     # In a loop over layers the compiler repeats what is longer than its inputs: only this list is.
@@ -86,24 +91,24 @@ def attend(
 
     def of_job(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec(
-            (None, k // cores, *shape), lambda core, step, jobs, *_: (jobs[step], core, 0, 0)
+            (None, k // groups, *shape), lambda group, step, jobs, *_: (jobs[step], group, 0, 0)
         )
 
-    statistics = pltpu.VMEM((k // cores, rows, LANES), jnp.float32)
+    statistics = pltpu.VMEM((k // groups, rows, LANES), jnp.float32)
     result = pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             # If nothing is seen, one step reads nothing.
-            grid=(cores, jnp.maximum(ends[-1], 1)),
+            grid=(groups, jnp.maximum(ends[-1], 1)),
             in_specs=[
-                pl.BlockSpec((None, rows, 1), lambda core, step, jobs, *_: (jobs[step], 0, 0)),
+                pl.BlockSpec((None, rows, 1), lambda _, step, jobs, *__: (jobs[step], 0, 0)),
                 of_job(rows, h),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=of_job(rows, h + LANES),
             scratch_shapes=[
-                pltpu.VMEM((buffers, width, 2, k // cores, u, h), pages.dtype),
+                pltpu.VMEM((buffers, width, 2, k // groups, u, h), pages.dtype),
                 pltpu.SemaphoreType.DMA((buffers,)),
                 statistics,
                 statistics,
@@ -142,7 +147,7 @@ def _chip(interpret: bool) -> tuple[int, int]:
 def _kernel(
     jobs, begins, lengths, tables, limits, q, pool, out, buffers, arrived, running_max, running_sum
 ):
-    core, step = pl.program_id(0), pl.program_id(1)
+    group, step = pl.program_id(0), pl.program_id(1)
     slots, width, _, k, u, h = buffers.shape
     rows, size = q.shape[1], width * u
     slot = jax.lax.rem(step, slots)
@@ -161,7 +166,7 @@ def _kernel(
         target = jax.lax.rem(later, slots)
 
         def start(page: Any, _: None) -> None:
-            source = pool.at[tables[first + page], :, pl.ds(core * k, k)]
+            source = pool.at[tables[first + page], :, pl.ds(group * k, k)]
             copy = pltpu.make_async_copy(source, buffers.at[target, page], arrived.at[target])
             copy.start()
 
@@ -188,12 +193,13 @@ def _kernel(
     token = block * size + jax.lax.broadcasted_iota(jnp.int32, (rows, size), 1)
     seen = token < limits[...]
 
-    def start(i: Any) -> None:
-        running_max[i] = jnp.full((rows, LANES), MASKED)
-        running_sum[i] = jnp.zeros((rows, LANES))
-        out[i] = jnp.zeros((rows, h + LANES))
+    @pl.when(block == 0)
+    def _():
+        running_max[...] = jnp.full_like(running_max, MASKED)
+        running_sum[...] = jnp.zeros_like(running_sum)
+        out[...] = jnp.zeros_like(out)
 
-    def visit(i: Any) -> None:
+    for i in range(k):
         keys, values = (buffers[slot, :, kind, i].reshape(size, h) for kind in (0, 1))
         product = jnp.einsum("rh,sh->rs", q[i], keys, preferred_element_type=jnp.float32)
         scores = jnp.where(seen, product * h**-0.5, MASKED)
@@ -206,17 +212,10 @@ def _kernel(
         sums = jnp.dot(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
         out[i, :, :h] = rescale[:, :1] * out[i, :, :h] + sums
 
-    def finish(i: Any) -> None:
-        out[i, :, :h] = out[i, :, :h] / running_sum[i, :, :1]
-        out[i, :, h:] = running_max[i] + jnp.log(running_sum[i])
-
-    def each_head(act: Any) -> None:
-        # Few rows: side by side, so that matmuls and softmax overlap. Many would be long programs.
-        jax.lax.fori_loop(0, k, lambda i, _: act(i), None, unroll=rows < LANES)
-
-    pl.when(block == 0)(lambda: each_head(start))
-    each_head(visit)
-    pl.when(left <= size)(lambda: each_head(finish))
+    @pl.when(left <= size)
+    def _():
+        out[:, :, :h] = out[:, :, :h] / running_sum[:, :, :1]
+        out[:, :, h:] = running_max[...] + jnp.log(running_sum[...])
 
 
 def write(
@@ -228,15 +227,12 @@ def write(
 ) -> Float[Array, "x 2 k u h"]:
     """Write keys and values of tokens, in place if the compiler can reuse `pages`.
 
-    XLA's scatter would change one row of one head at a time. Here all heads of a token are one
-    copy, and the copies of many tokens are in flight together.
-
     Args:
         pages: the pool.
         k: a key per token.
         v: a value per token.
-        places: where each token goes: page * u + its place in the page; -1: nowhere. Tokens that go
-            to the same 8 places (a tile) must follow each other.
+        places: where each token goes: page * u + its place in the page; nowhere if negative. Tokens
+            that go to the same tile, 8 places of a page, must follow each other.
         interpret: whether to run away from a TPU, for tests.
     """
     t, heads, h = k.shape
@@ -269,13 +265,14 @@ def write(
 
 
 def _write_kernel(places, kv, _, pool, tiles, done):
-    """Read the tiles of a batch, change rows, and write the tiles: each once, and all together."""
+    """Read all tiles of a batch, change their rows, and write them: each tile once."""
     batch = kv.shape[0]
     per_page = pool.shape[3] // SUBLANES
     first = pl.program_id(0) * batch + 1
 
     def tile_of(i: Any) -> Any:
-        return places[first + i] >> 3  # Of no place: -1.
+        # Eight places are a tile; no place is in tile -1.
+        return places[first + i] >> 3
 
     def in_pool(tile: Any) -> Any:
         page, begin = jax.lax.div(tile, per_page), jax.lax.rem(tile, per_page) * SUBLANES
