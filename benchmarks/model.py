@@ -42,7 +42,6 @@ from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.rope import mrope_positions, visual_index
 from models.text import VisualBank
-from models.vision import frame_layout
 from models.weights import hf
 from models.weights.hf_config import to_hf
 from paravt_jax.data.any_path import require_local
@@ -261,13 +260,13 @@ def _our_prefill(model: Any, case: Case) -> Callable[[], Any]:
     ids, patches = frames_prompt(case)
     positions = mrope_positions(ids, [case.grid] * case.frames, case.config)[:, None]
     index = visual_index(ids, case.config.image_token_id)[None]
-    layout = frame_layout(case.grid, case.config.vision)
+    grids = np.tile(case.grid, (case.frames, 1))
     graph, weights = nnx.split(model)
 
     @jax.jit
     def prefill(weights, patches, ids, positions, index):
         model = nnx.merge(graph, weights)
-        visual = model.vision(patches, layout)
+        visual = model.vision(patches, grids)
         visual = visual.reshape(1, -1, *visual.shape[2:])  # the frames of the only row
         hidden, kv = model.text(ids, positions, visual=VisualBank(visual, index))
         return model.text.logits(hidden[:, -1]), kv

@@ -143,6 +143,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     question_batches = stream(tuple(text.questions(train_videos, TEXT)), seed, PROMPTS)
     source = videos.DrawnVideos(WORLD, train_videos)
     features = FrameFeatures(model.vision, model.config, FRAMES, ROOT, source=source)
+    features.expect([(WORLD.size, WORLD.size)])
     environment = Environment(Protocol(vocabulary, LIMITS), features)
     # Demonstrations of sub-agents and main agents (no "When ...?"), and their lengths in tokens.
     demonstrations = list(text.window_conversations(train_videos, TEXT, LIMITS))

@@ -133,16 +133,6 @@ def vision_angles(
     return jnp.concatenate([index[..., None] * frequency for index in (y, x)], axis=-1)
 
 
-def merge_order(cells: Cells, merge: int) -> Cells:
-    """Flatten [height, width, ...] so that the patches of a visual token are neighbours.
-
-    A visual token is made of merge x merge patches.
-    """
-    h, w, *rest = cells.shape
-    blocks = cells.reshape(h // merge, merge, w // merge, merge, *rest)
-    return blocks.swapaxes(1, 2).reshape(h * w, *rest)
-
-
 def rotate(x: Float[Array, "b t n h"], angles: Float[Array, "#b t j"]) -> Float[Array, "b t n h"]:
     """Rotate the two halves of each head against each other by `angles`, j = h / 2.
 

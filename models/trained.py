@@ -35,7 +35,7 @@ from models.lora import NOTHING
 from models.model import VisionLanguageModel
 from models.sharding import ROWS, current_mesh, on_devices
 from models.text import TextDecoder
-from models.vision import Mergers, PatchLayout, VisionTower, cast_variable, encoding_weights
+from models.vision import Mergers, VisionTower, cast_variable, encoding_weights
 
 VISION = "vision"
 
@@ -195,8 +195,7 @@ class TrainedVision:
         def encoded(
             weights: Any, patches: Float[Array, "f p w"], grids: Int[Array, "f 2"]
         ) -> Float[Array, "f n c d"]:
-            layout = padded_layout(grids, self.frame_tokens, c)
-            return nnx.merge(self.graph, weights)(patches, layout, remat=True)
+            return nnx.merge(self.graph, weights)(patches, grids, remat=True)
 
         b, n = cached.shape[:2]
         patches = cached.reshape(-1, self.frame_tokens * c.spatial_merge_size**2, c.patch_dim)
@@ -227,27 +226,6 @@ def trained_state(tower: VisionTower, part: TrainVision) -> nnx.State | None:
 def part_of(tower: VisionTower, part: Literal["merger", "tower"]) -> Mergers | VisionTower:
     """Return a part of the tower. Its weights have the names that they have in the tower."""
     return tower if part == "tower" else tower.mergers
-
-
-def padded_layout(grids: Int[Array, "f 2"], frame_tokens: int, config: VisionConfig) -> PatchLayout:
-    """Return the layout of frames that are padded to `frame_tokens` visual tokens.
-
-    Args:
-        grids: Height and width of the frames, in patches; 0 for a frame of padding.
-        frame_tokens: Visual tokens of a padded frame.
-        config: For the merge size.
-    """
-    merge = config.spatial_merge_size
-    # Padding counts as a frame of one patch, so that nothing divides by 0.
-    height, width = jnp.maximum(grids, 1)[:, :, None].transpose(1, 0, 2)
-    token, inner = np.divmod(np.arange(frame_tokens * merge**2)[None], merge**2)
-    tokens_wide = jnp.maximum(width // merge, 1)
-    y = token // tokens_wide * merge + inner // merge
-    x = token % tokens_wide * merge + inner % merge
-    real = token < grids.prod(-1, keepdims=True) // merge**2
-    y, x = jnp.where(real, y, 0), jnp.where(real, x, 0)
-    height, width = jnp.broadcast_to(height, y.shape), jnp.broadcast_to(width, x.shape)
-    return PatchLayout(y, x, height, width, jnp.asarray(real, jnp.int32))
 
 
 def _without_gaps(

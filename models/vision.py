@@ -1,7 +1,7 @@
 """The vision tower: patches in; merged visual vectors and their DeepStack levels out.
 
-Attention stays within a frame, so the features of a frame depend on that frame alone. They can be
-cached, and frames of any size can share a row (see `PatchLayout`).
+Attention stays within a frame, so the features of a frame depend on that frame alone, and can be
+cached. Frames of any size share a program: it has a number of patches, to which they are padded.
 """
 
 from __future__ import annotations
@@ -20,41 +20,45 @@ from jaxtyping import Array, Float, Int, UInt8
 from models.attention import RowLayout, attend
 from models.config import VisionConfig
 from models.layers import LayerNorm, Linear, RMSNorm
-from models.rope import merge_order, rotate, vision_angles
+from models.rope import rotate, vision_angles
 
 
 class PatchLayout(NamedTuple):
     """Position of every patch in its frame, from its top left corner, and the size of that frame.
 
     Both are in patches.
-
-    `frame` numbers the frames of a row from 1, and 0 is padding. None: the row is one frame. A
-    batch axis of 1 applies to all rows. Only the shapes are static, so all mixes of frames in rows
-    of the same length run the same program.
     """
 
     y: Int[Array, "b p"]
     x: Int[Array, "b p"]
-    height: Int[Array, "b p"]
-    width: Int[Array, "b p"]
-    frame: Int[Array, "b p"] | None
+    height: Int[Array, "b 1"]
+    width: Int[Array, "b 1"]
+    real: Int[Array, "b p"]
+    """1 for a patch of the frame, 0 for padding behind it."""
 
 
-def frame_layout(grid: tuple[int, int], config: VisionConfig) -> PatchLayout:
-    """Return the layout of rows that are one frame each, of `grid` = (height, width) patches.
+def frame_layout(
+    grids: Int[Array | np.ndarray, "b 2"], patches: int, config: VisionConfig
+) -> PatchLayout:
+    """Return the layout of rows that are one frame each, padded to a number of patches.
 
-    ValueError if a side is not a multiple of the merge size.
+    The patches of a visual token are neighbours. Only the number of patches is static, so frames
+    of all sizes run the same program.
+
+    Args:
+        grids: Height and width of the frames, in patches; 0 for a frame that does not exist.
+        patches: Patches of a row.
+        config: For the merge size.
     """
     merge = config.spatial_merge_size
-    height, width = grid
-    if min(grid) < 1 or height % merge or width % merge:
-        raise ValueError(
-            f"grid = {grid}: sides are multiples of {merge} patches; resize with "
-            "paravt_jax.data.frames.PixelRules.size first"
-        )
-    y, x = (merge_order(index, merge) for index in np.indices(grid))
-    layout = np.stack([y, x, np.full_like(y, height), np.full_like(x, width)])
-    return PatchLayout(*layout.astype(np.int32)[:, None], frame=None)
+    # A frame that does not exist counts as one token, so that nothing divides by 0.
+    height, width = jnp.maximum(grids, merge)[:, :, None].transpose(1, 0, 2)
+    token, inner = np.divmod(np.arange(patches)[None], merge**2)
+    real = token < grids.prod(-1, keepdims=True) // merge**2
+    y = token // (width // merge) * merge + inner // merge
+    x = token % (width // merge) * merge + inner % merge
+    y, x = jnp.where(real, y, 0), jnp.where(real, x, 0)
+    return PatchLayout(y, x, height, width, jnp.asarray(real, jnp.int32))
 
 
 def patchify(
@@ -124,8 +128,8 @@ class VisionBlock(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "b p d"],
-        angles: Float[Array, "#b p j"],
-        segments: Int[Array, "b p"] | None,
+        angles: Float[Array, "b p j"],
+        segments: Int[Array, "b p"],
     ) -> Float[Array, "b p d"]:
         b, p, d = x.shape
         qkv = self.qkv(self.norm1(x)).reshape(b, p, 3, self.heads, d // self.heads)
@@ -173,8 +177,7 @@ class PatchMerger(nnx.Module):
         self.fc2 = linear((self.joined, config.out_hidden_size), ("tower_mlp", "tower_embed"))
 
     def __call__(self, x: Float[Array, "b p d"]) -> Float[Array, "b q o"]:
-        # A token's patches are neighbours (`merge_order`): [b, p, d] -> [b, p / merge^2, merge^2 *
-        # d].
+        # A token's patches are neighbours: [b, p, d] -> [b, p / merge^2, merge^2 * d].
         joined = (x.shape[0], -1, self.joined)
         x = self.norm(x.reshape(joined)) if self.norm_after else self.norm(x).reshape(joined)
         return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
@@ -231,17 +234,12 @@ class VisionTower(nnx.Module):
         """Return the input of the first block."""
         raise NotImplementedError
 
-    def segments(
-        self, layout: PatchLayout, rows: int
-    ) -> Callable[[Int[Array, ""]], Int[Array, "b p"] | None]:
+    def segments(self, layout: PatchLayout) -> Callable[[Int[Array, ""]], Int[Array, "b p"]]:
         """Map a layer's number to its segments: a patch sees the patches of its own segment.
 
-        Frames by default. 0 is padding; None: every row is one segment.
+        Frames by default. 0 is padding.
         """
-        if layout.frame is None:
-            return lambda _: None
-        frame = jnp.broadcast_to(layout.frame, (rows, layout.frame.shape[1]))
-        return lambda _: frame
+        return lambda _: layout.real
 
     @property
     def mergers(self) -> Mergers:
@@ -251,31 +249,34 @@ class VisionTower(nnx.Module):
     def __call__(
         self,
         patches: Float[Array | np.ndarray, "b p c"],
-        layout: PatchLayout,
+        grids: Int[Array | np.ndarray, "b 2"],
         remat: bool = False,
     ) -> Float[Array, "b q levels d"]:
-        """Compute visual features, q = p / merge^2 visual tokens per row.
+        """Compute visual features, q = p / merge^2 visual tokens per row. Those of padding are
+        finite but meaningless.
 
         Args:
-            patches: patches as `patchify` makes them.
-            layout: their places.
+            patches: patches of one frame per row as `patchify` makes them, padded on the right.
+            grids: height and width of the frames, in patches; 0 for a frame that does not exist.
             remat: whether a backward pass computes the blocks again, and keeps only their inputs.
 
         Returns:
             Features whose third axis has 1 + DeepStack levels: at 0 the merged features, at 1 + i
             those of level i.
         """
-        return self.mergers(*self._states(patches, layout, remat))
+        return self.mergers(*self._states(patches, grids, remat))
 
     def before_mergers(
-        self, patches: Float[Array | np.ndarray, "b p c"], layout: PatchLayout
+        self,
+        patches: Float[Array | np.ndarray, "b p c"],
+        grids: Int[Array | np.ndarray, "b 2"],
     ) -> Float[Array, "b q levels w"]:
         """Return what the mergers read, per visual token: the states of its merge^2 patches as one
         vector.
 
         Arguments are those of a call. At 0 on the third axis are the last hidden states.
         """
-        x, taps = self._states(patches, layout)
+        x, taps = self._states(patches, grids)
         c = self.config
         states = jnp.concatenate([x[None], taps])
         width = c.spatial_merge_size**2 * c.hidden_size
@@ -284,15 +285,16 @@ class VisionTower(nnx.Module):
     def _states(
         self,
         patches: Float[Array | np.ndarray, "b p c"],
-        layout: PatchLayout,
+        grids: Int[Array | np.ndarray, "b 2"],
         remat: bool = False,
     ) -> tuple[Float[Array, "b p d"], Float[Array, "levels b p d"]]:
         """Return the hidden states after the last block, and after each block that DeepStack
         taps."""
-        x = self.embed(jnp.asarray(patches, self.dtype), layout)
         c = self.config
+        layout = frame_layout(grids, patches.shape[1], c)
+        x = self.embed(jnp.asarray(patches, self.dtype), layout)
         angles = vision_angles(layout.y, layout.x, c)
-        segments = self.segments(layout, len(x))
+        segments = self.segments(layout)
         # Each tapped layer writes to its slot, and all others to one spare slot at the end. The
         # scan then keeps levels + 1 hidden states instead of one per layer.
         slots = np.full(c.depth, c.levels)

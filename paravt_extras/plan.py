@@ -35,7 +35,7 @@ from models.lora import cast
 from models.model import VisionLanguageModel, abstract_model
 from models.sharding import BATCH, Lowering, MeshProgram, make_mesh, param_shardings, row_devices
 from models.trained import Skeleton, TrainedVision, cached_shape, split, split_vision
-from models.vision import encoding_weights, frame_layout
+from models.vision import encoding_weights
 from paravt_extras.fit import GIB, device_bytes, fit, mesh_error
 from paravt_extras.slices import Chip, Topology
 from paravt_jax.method.grpo.loss import batch_totals
@@ -213,12 +213,12 @@ def tower_lowering(planned: PlannedModel, host: Sequence[Any]) -> Any:
     run, vision, mesh = planned.run, planned.config.vision, tower_mesh(host)
     graph, weights = nnx.split(planned.model.vision)
     weights = like(encoding_weights(weights, planned.dtype), NamedSharding(mesh, PartitionSpec()))
-    grid = (vision.spatial_merge_size, vision.spatial_merge_size * run.largest_frame)
     count = run.frames.batch_of(run.largest_frame, mesh.size)
-    patches = _shape((count, math.prod(grid), vision.patch_dim), jnp.float32)
-    patches = like(patches, NamedSharding(mesh, PartitionSpec("data")))
+    length = run.largest_frame * vision.spatial_merge_size**2
+    frames = (_shape((count, length, vision.patch_dim), jnp.float32), _shape((count, 2), jnp.int32))
+    patches, grids = like(frames, NamedSharding(mesh, PartitionSpec("data")))
     program = MeshProgram(tower_program(graph, mesh), mesh)
-    return functools.partial(program.lower, weights, patches, frame_layout(grid, vision))
+    return functools.partial(program.lower, weights, patches, grids)
 
 
 # --- what is on a device, and when ---

@@ -53,13 +53,11 @@ class EngineActor(TrainedActor):
     """An actor of a run, whose sampler is compiled before the first step."""
 
     sampler: RunSampler
-    sizes: tuple[tuple[int, int], ...] = ()
-    """(height, width) of the videos, in pixels."""
 
     def compile(self, further: Iterable[Lowering] = ()) -> None:
         """Compile `further` programs, and those of the sampler and of the vision tower."""
         features = self.environment.features
-        own = itertools.chain(self.sampler.lowerings(), features.lowerings(self.sizes))
+        own = itertools.chain(self.sampler.lowerings(), features.lowerings())
         compile_ahead(itertools.chain(further, own), shown=hosts.is_first())
 
     def begin(self, learner: Learner, state: TrainState, step: int) -> None:
@@ -77,7 +75,7 @@ def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader) ->
 
     Args:
         run: The settings.
-        data: Gives the vocabulary and the directory of videos.
+        data: Gives the vocabulary, and the directory and the sizes of videos.
         parts: The model, whose vision tower is on this process's devices.
         reader: Reads the videos.
     """
@@ -89,12 +87,12 @@ def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader) ->
         source=reader,
         trained=parts.skeleton.vision,
     )
+    features.expect(data.sizes)
     return Environment(Protocol(data.vocabulary, run.protocol), features)
 
 
 def open_actor(
     run: Run,
-    data: Data,
     parts: Parts,
     environment: Environment,
     weights: Any,
@@ -104,7 +102,6 @@ def open_actor(
 
     Args:
         run: The settings.
-        data: Gives the sizes of videos.
         parts: The model without its trained weights.
         environment: The protocol, and the frames' features.
         weights: The weights that are trained, on the mesh of training.
@@ -117,4 +114,4 @@ def open_actor(
     engine = Engine(model, environment.features, run.engine_sizes)
     engine.sleep()
     drop_weights(model)
-    return EngineActor(engine, environment, judge or Rules(), sync, data.sizes)
+    return EngineActor(engine, environment, judge or Rules(), sync)

@@ -140,7 +140,7 @@ def execute(
         home = _checking(run, home, data, environment.features.unreadable)
         actor = None
         if run.plays_episodes:
-            actor = open_actor(run, data, parts, environment, weights, judge)
+            actor = open_actor(run, parts, environment, weights, judge)
         evaluator = Evaluator(run, home, data, actor)
         # The frames of the small world stay in memory, so nothing is read ahead of time.
         ahead = None if run.data is None else environment.features

@@ -273,13 +273,17 @@ class FrameFeatures(VideoFiles):
 
     # --- the vision tower ---
 
-    def lowerings(self, sizes: Iterable[tuple[int, int]]) -> Iterator[Lowering]:
-        """Return the tower's programs for videos of these sizes, for `models.compilation`.
+    def expect(self, videos: Iterable[tuple[int, int]]) -> None:
+        """Choose the sizes of calls for videos of these sizes; others may come, but pay padding.
 
         Args:
-            sizes: (height, width) of videos, in pixels.
+            videos: (height, width) of videos, in pixels.
         """
-        return self.encoder.lowerings(self.grids(sizes))
+        self.encoder.sizes = self.settings.padded_sizes(self.config.vision, videos)
+
+    def lowerings(self) -> Iterator[Lowering]:
+        """Return the tower's programs, for `models.compilation`. No video needs another one."""
+        return self.encoder.lowerings()
 
     def load(self, weights: Any) -> None:
         """Replace the weights of the trained part, and forget what the old ones computed.

@@ -37,13 +37,15 @@ class Encoded(NamedTuple):
     The batch may still be on the devices, and not computed yet.
     """
 
-    batch: jax.Array | Shaped[np.ndarray, "m tokens ..."]
+    batch: jax.Array | Shaped[np.ndarray, "m padded ..."]
     index: int
+    tokens: int | None = None
+    """Visual tokens of the frame, which may be padded on the right; None: it is not."""
 
     def fetch(self) -> Shaped[np.ndarray, "tokens ..."]:
         """Wait for the features and return them."""
         # A copy: a view would keep the features of the whole batch in memory.
-        return np.asarray(self.batch)[self.index].copy()
+        return np.asarray(self.batch)[self.index, : self.tokens].copy()
 
 
 class FeatureCache:

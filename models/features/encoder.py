@@ -1,4 +1,4 @@
-"""The vision tower as jitted programs over batches of frames of one size.
+"""The vision tower as jitted programs over batches of frames, one per size of padded frames.
 
     trained      `encode`: what is cached       `finish`: visual vectors
     none         the whole tower                (nothing to do)
@@ -10,9 +10,10 @@ See `models.trained` for what is cached in each case.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from models.features.reader import FrameSettings
 from models.fingerprint import fingerprint
 from models.sharding import Lowering, make_mesh
 from models.trained import VISION, TrainedVision
-from models.vision import PatchLayout, VisionTower, frame_layout, patchify
+from models.vision import VisionTower, patchify
 
 
 def tower_mesh(devices: Sequence[Any]) -> Mesh:
@@ -37,24 +38,24 @@ def tower_mesh(devices: Sequence[Any]) -> Mesh:
 def tower_program(
     graph: nnx.GraphDef, mesh: Mesh, compute: Callable[..., jax.Array] = VisionTower.__call__
 ) -> jax.stages.Wrapped:
-    """Return the vision tower on frames of one size: `program(weights, frames, layout)`, jitted.
+    """Return the vision tower on padded frames: `program(weights, frames, grids)`, jitted.
 
     Frames are split over the devices of the mesh, each of which has all weights.
 
     Args:
         graph: The tower without its weights.
         mesh: The mesh, from `tower_mesh`.
-        compute: What is computed: `compute(tower, frames, layout)`.
+        compute: What is computed: `compute(tower, frames, grids)`.
     """
 
-    def encode_frames(weights: Any, frames: Any, layout: Any) -> jax.Array:
-        return compute(nnx.merge(graph, weights), frames, layout)
+    def encode_frames(weights: Any, frames: Any, grids: Any) -> jax.Array:
+        return compute(nnx.merge(graph, weights), frames, grids)
 
     # The weights are an argument: closed over, they would be compiled into the program.
     if mesh.size == 1:
         return jax.jit(encode_frames)
     whole, by_frame = PartitionSpec(), PartitionSpec("data")
-    specs = (whole, by_frame, whole)
+    specs = (whole, by_frame, by_frame)
     # The compiler cannot shard attention kernels. Here each device runs its own.
     split = jax.shard_map(
         encode_frames, mesh=mesh, in_specs=specs, out_specs=by_frame, check_vma=False
@@ -62,13 +63,13 @@ def tower_program(
     return jax.jit(split)
 
 
-def _mergers(tower: VisionTower, states: Any, _: PatchLayout) -> jax.Array:
+def _mergers(tower: VisionTower, states: Any, _: Any) -> jax.Array:
     return tower.mergers.of_tokens(states)
 
 
-def _tower_of_tokens(tower: VisionTower, patches: Any, layout: PatchLayout) -> jax.Array:
+def _tower_of_tokens(tower: VisionTower, patches: Any, grids: Any) -> jax.Array:
     """Run the tower on patches [m, tokens, 1, w], with those of a visual token side by side."""
-    return tower(patches.reshape(len(patches), -1, tower.config.patch_dim), layout)
+    return tower(patches.reshape(len(patches), -1, tower.config.patch_dim), grids)
 
 
 class FrameEncoder:
@@ -80,12 +81,14 @@ class FrameEncoder:
         trained: The part of the tower that is trained; None: none is.
 
     Attributes:
+        sizes: Visual tokens to which frames are padded, ascending.
         version: How often `load` has replaced the weights of the trained part.
     """
 
     def __init__(
         self, tower: VisionTower, settings: FrameSettings, trained: TrainedVision | None = None
     ):
+        self.sizes = settings.padded_sizes(tower.config)
         self.version = 0
         self._config = tower.config
         self._settings = settings
@@ -113,37 +116,38 @@ class FrameEncoder:
             pixels: m frames of equal size.
             grid: Their height and width in patches.
         """
-        for count, batch in self._batches(pixels, grid):
-            patches = patchify(batch, self._config)
+        tokens = self._tokens(grid)
+        for some in self._batches(pixels, grid):
+            patches = patchify(some, self._config)
             if self._encode is None:
-                features = patches.astype(self._dtype).reshape(*self._batch_shape(grid), 1, -1)
+                features = patches.astype(self._dtype).reshape(len(some), tokens, 1, -1)
             else:
                 features = self._call(self._encode, patches, grid)
                 features.copy_to_host_async()
-            for index in range(count):
-                yield Encoded(features, index)
+            for index in range(len(some)):
+                yield Encoded(features, index, tokens)
 
     def finish(self, cached: Shaped[np.ndarray, "m tokens c w"], grid: Grid) -> Iterator[Encoded]:
         """Compute the visual vectors of frames from what is cached, under the current weights."""
         assert self._finish is not None, "no part of the tower is trained"
-        for count, batch in self._batches(cached, grid):
-            vectors = self._call(self._finish, batch, grid)
-            for index in range(count):
-                yield Encoded(vectors, index)
+        for some in self._batches(cached, grid):
+            vectors = self._call(self._finish, some, grid)
+            for index in range(len(some)):
+                yield Encoded(vectors, index, self._tokens(grid))
 
-    def lowerings(self, grids: Iterable[Grid]) -> Iterator[Lowering]:
-        """Return the programs for frames of these sizes in patches (`models.compilation`)."""
-        for grid in grids:
-            size, tokens = self._batch_shape(grid)
-            layout = frame_layout(grid, self._config)
+    def lowerings(self) -> Iterator[Lowering]:
+        """Return the programs for frames of all sizes, the largest first (`models.compilation`)."""
+        for padded in reversed(self.sizes):
+            size = self._settings.batch_of(padded, self._mesh.size)
+            grids = np.zeros((size, 2), np.int32)
             if self._encode is not None:
-                shape = (size, math.prod(grid), self._config.patch_dim)
+                shape = (size, padded * self._config.spatial_merge_size**2, self._config.patch_dim)
                 patches = jax.ShapeDtypeStruct(shape, np.float32)
-                yield functools.partial(self._encode.lower, self._weights, patches, layout)
+                yield functools.partial(self._encode.lower, self._weights, patches, grids)
             if self._finish is not None and self._trained is not None:
-                shape = (size, tokens, *self._trained.vector)
+                shape = (size, padded, *self._trained.vector)
                 cached = jax.ShapeDtypeStruct(shape, self._dtype)
-                yield functools.partial(self._finish.lower, self._weights, cached, layout)
+                yield functools.partial(self._finish.lower, self._weights, cached, grids)
 
     def load(self, weights: Any) -> None:
         """Replace the weights of the trained part.
@@ -162,23 +166,29 @@ class FrameEncoder:
         return fingerprint(nnx.State({VISION: loaded}))
 
     def _call(self, program: Callable, frames: np.ndarray, grid: Grid) -> jax.Array:
+        """Call a program on at most a batch of frames, padded to the sizes that it has."""
+        size, padded = self._call_shape(grid)
+        m, length, *rest = frames.shape
+        shape = (size, length * padded // self._tokens(grid), *rest)
+        if frames.shape != shape:
+            batch = np.zeros(shape, frames.dtype)
+            batch[:m, :length] = frames
+            frames = batch
+        grids = np.zeros((size, 2), np.int32)
+        grids[:m] = grid
         with jax.profiler.TraceAnnotation("vision"):
-            return program(self._weights, frames, frame_layout(grid, self._config))
+            return program(self._weights, frames, grids)
 
-    def _batches(self, frames: np.ndarray, grid: Grid) -> Iterator[tuple[int, np.ndarray]]:
-        """Split frames into batches of the one size for which the programs are compiled.
-
-        Yields:
-            The number of frames in a batch, and the batch, padded with 0.
-        """
-        size, _ = self._batch_shape(grid)
+    def _batches(self, frames: np.ndarray, grid: Grid) -> Iterator[np.ndarray]:
+        """Split frames into those of one call each."""
+        size, _ = self._call_shape(grid)
         for first in range(0, len(frames), size):
-            some = frames[first : first + size]
-            batch = np.zeros((size, *frames.shape[1:]), frames.dtype)
-            batch[: len(some)] = some
-            yield len(some), batch
+            yield frames[first : first + size]
 
-    def _batch_shape(self, grid: Grid) -> tuple[int, int]:
-        """Return the frames per call for frames of this size, and the visual tokens of each."""
-        tokens = math.prod(grid) // self._config.spatial_merge_size**2
-        return self._settings.batch_of(tokens, self._mesh.size), tokens
+    def _call_shape(self, grid: Grid) -> tuple[int, int]:
+        """Return the frames per call for frames of this size, and the tokens of each, padded."""
+        padded = self.sizes[bisect.bisect_left(self.sizes, self._tokens(grid))]
+        return self._settings.batch_of(padded, self._mesh.size), padded
+
+    def _tokens(self, grid: Grid) -> int:
+        return math.prod(grid) // self._config.spatial_merge_size**2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +35,7 @@ from paravt_jax.data.frames import (
 from paravt_jax.method.records import Frame
 
 _SMALL_FRAME = 49  # visual tokens of the largest frame by default
+_MOST_SIZES = 3  # programs of the vision tower
 
 # Videos whose timestamps are kept: 8 bytes per frame, about 100 kB for five minutes.
 _MAX_INFOS = 1024
@@ -87,6 +89,31 @@ class FrameSettings:
         """
         frames = max(1, self.batch * _SMALL_FRAME // max(_SMALL_FRAME, tokens))
         return math.ceil(frames / devices) * devices
+
+    def padded_sizes(
+        self, vision: VisionConfig, videos: Iterable[tuple[int, int]] = ()
+    ) -> tuple[int, ...]:
+        """Return the visual tokens to which frames are padded: at most three numbers, ascending.
+
+        Each is a program of the vision tower. If frames of the expected videos have few numbers of
+        tokens, it is these, and the largest that is allowed.
+
+        Args:
+            vision: Sizes of patches and visual tokens.
+            videos: (height, width) of the expected videos, in pixels.
+        """
+        rules = [self.rules(vision, crop) for crop in (False, True)]
+        most = {rule.most_tokens for rule in rules}
+        expected = set()
+        for (height, width), rule in itertools.product(videos, rules):
+            # Frames that are too long and thin are refused when they are asked for.
+            with contextlib.suppress(ValueError):
+                expected.add(min(max(most), rule.tokens(height, width)))
+        exact = expected | {max(most)}
+        if expected and len(exact) <= _MOST_SIZES:
+            return tuple(sorted(exact))
+        half = math.ceil(min(most) / 2)
+        return tuple(sorted({*most, half, math.ceil(half / 2)})[-_MOST_SIZES:])
 
     def rules(self, vision: VisionConfig, crop: bool = False) -> PixelRules:
         """Return how a frame of an overview, or of a crop, becomes what the tower reads."""
@@ -184,39 +211,20 @@ class VideoFiles:
         """
         if isinstance(frame, str):
             frame = Frame(frame, 0, 0.0)
-        info = self.info(frame.video)
+        info, rules = self.info(frame.video), self.rules(frame)
         try:
-            return self._resized_grid(info.height, info.width, self.rules(frame))
+            height, width = rules.size(info.height, info.width)
         except ValueError as error:
             raise VideoError(join(self.root, frame.video), str(error)) from error
-
-    def grids(self, sizes: Iterable[tuple[int, int]]) -> list[Grid]:
-        """Return one grid for each number of patches that a frame of some videos can have.
-
-        Args:
-            sizes: (height, width) of the videos, in pixels.
-        """
-        by_patches: dict[int, Grid] = {}
-        for height, width in sizes:
-            for crop in (False, True):
-                # Frames that are too long and thin are refused when they are asked for.
-                with contextlib.suppress(ValueError):
-                    rules = self.settings.rules(self._vision, crop)
-                    grid = self._resized_grid(height, width, rules)
-                    by_patches.setdefault(math.prod(grid), grid)
-        return [*by_patches.values()]
-
-    def _resized_grid(self, height: int, width: int, rules: PixelRules) -> Grid:
-        """Return the grid of frames of this size in pixels; ValueError: too long and thin."""
-        resized = rules.size(height, width)
-        tokens = math.prod(resized) // rules.factor**2
+        tokens = height * width // rules.factor**2
         if tokens > rules.most_tokens:
-            raise ValueError(
-                f"its frames of {width} x {height} pixels are too long and thin: they need "
-                f"{tokens} visual tokens, and frames.max_pixels allows {rules.most_tokens}"
+            raise VideoError(
+                join(self.root, frame.video),
+                f"its frames of {info.width} x {info.height} pixels are too long and thin: they "
+                f"need {tokens} visual tokens, and frames.max_pixels allows {rules.most_tokens}",
             )
         patch = self._vision.patch_size
-        return resized[0] // patch, resized[1] // patch
+        return height // patch, width // patch
 
     # --- reads ---
 

@@ -57,9 +57,7 @@ class Qwen25VLVisionTower(VisionTower):
     def embed(self, patches: Float[Array, "b p c"], layout: PatchLayout) -> Float[Array, "b p d"]:
         return self.patch(patches)
 
-    def segments(
-        self, layout: PatchLayout, rows: int
-    ) -> Callable[[Int[Array, ""]], Int[Array, "b p"]]:
+    def segments(self, layout: PatchLayout) -> Callable[[Int[Array, ""]], Int[Array, "b p"]]:
         """Return frames for some layers, and windows, counted from a frame's upper left, for the
         others.
 
@@ -67,11 +65,7 @@ class Qwen25VLVisionTower(VisionTower):
         attention is cheap next to the projections.
         """
         side = self.config.window_patches
-        frame = jnp.ones_like(layout.y) if layout.frame is None else layout.frame
         window = layout.y // side * _MOST_WINDOWS + layout.x // side
-        windows = jnp.where(frame > 0, frame * _MOST_WINDOWS**2 + window, 0)
-        shape = (rows, layout.y.shape[1])
-        frame = jnp.broadcast_to(frame, shape)
-        windows = jnp.broadcast_to(windows, shape)
+        windows = layout.real * (1 + window)
         full = np.isin(np.arange(self.config.depth), self.config.fullatt_block_indexes)
-        return lambda number: jnp.where(jnp.asarray(full)[number], frame, windows)
+        return lambda number: jnp.where(jnp.asarray(full)[number], layout.real, windows)

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -71,7 +70,7 @@ class Qwen3VLVisionTower(VisionTower):
 
 
 def _neighbours(
-    index: Int[Array | np.ndarray, "b p"], length: Int[Array | np.ndarray, "b p"], side: int
+    index: Int[Array, "b p"], length: Int[Array, "b 1"], side: int
 ) -> list[tuple[Int[Array, "b p"], Float[Array, "b p"]]]:
     """Return the two of `side` table cells around each index of a frame's axis, and their
     weights."""

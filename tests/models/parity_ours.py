@@ -23,7 +23,7 @@ from models.rope import (
 )
 from models.text import KV, VisualBank
 from models.weights import hf
-from tests.models.packed_frames import packed_layout
+from tests.models.padded_frames import padded_frames
 from tests.models.parity import IMAGE, NEW_TOKENS, VIDEO, Results, Sample
 
 Outputs = tuple[jax.Array, KV, jax.Array | None]
@@ -35,7 +35,7 @@ def _frames(grids: Iterable[Iterable[int]]) -> list[tuple[int, int]]:
 
 
 def batch_of(sample: Sample, config: ModelConfig) -> dict[str, Any]:
-    """Inputs of our model. All patches are in one padded row; all rows share one visual bank."""
+    """Inputs of our model. Frames are padded to the largest; all rows share one visual bank."""
     positions = np.zeros((3, *sample.ids.shape), np.int32)
     after = []
     for row, valid in enumerate(sample.valid):
@@ -50,18 +50,19 @@ def batch_of(sample: Sample, config: ModelConfig) -> dict[str, Any]:
     }
     if not len(sample.items):
         return batch
-    merged = config.vision.spatial_merge_size**2
-    size = (len(sample.patches) // (4 * merged) + 1) * 4 * merged
     grids = _frames(sample.grids(IMAGE) + sample.grids(VIDEO))
     # The bank has the images of all rows first, then the videos.
     images = visual_index(sample.ids.ravel(), IMAGE)
     videos = visual_index(sample.ids.ravel(), VIDEO)
     index = np.where(videos < 0, images, videos + images.max() + 1).reshape(sample.ids.shape)
-    patches = np.pad(sample.patches, ((0, size - len(sample.patches)), (0, 0)))[None]
+    patches, real = padded_frames(sample.patches, grids)
+    merged = config.vision.spatial_merge_size**2
     return batch | {
         "visual_index": index,
         "patches": patches,
-        "layout": packed_layout(grids, size, config.vision),
+        "grids": np.array(grids),
+        # Visual tokens that are not padding.
+        "tokens": real[::merged] // merged,
     }
 
 
@@ -70,7 +71,8 @@ def forward(model: VisionLanguageModel, batch: dict[str, Any]) -> Outputs:
     features = None
     visual = None
     if "patches" in batch:
-        features = model.vision(batch["patches"], batch["layout"])
+        features = model.vision(batch["patches"], batch["grids"])
+        features = features.reshape(1, -1, *features.shape[2:])[:, batch["tokens"]]
         visual = jnp.broadcast_to(features, (len(batch["ids"]), *features.shape[1:]))
     if visual is not None:
         visual = VisualBank(visual, batch["visual_index"])

@@ -73,9 +73,9 @@ def test_the_host_bounds_how_many_programs_compile_at_a_time(monkeypatch):
         assert compile_threads() == threads
 
 
-def test_the_tower_is_compiled_for_the_sizes_of_the_videos(small_model, tmp_path):
-    """Frames of overviews and crops of videos of two sizes compile nothing later."""
-    sizes = (96, 160)
+def test_no_size_of_a_video_compiles_the_tower_again(small_model, tmp_path):
+    """Neither frames of the two sizes that were expected, nor those of a third."""
+    sizes = (96, 160, 128)
     names = []
     for size in sizes:
         settings = world.WorldSettings(train_videos=1, heldout_videos=1, size=size)
@@ -87,9 +87,11 @@ def test_the_tower_is_compiled_for_the_sizes_of_the_videos(small_model, tmp_path
         small_model.vision, small_model.config, settings, tmp_path, source=video
     )
     too_thin = (8, 4000)
-    programs = list(features.lowerings([(size, size) for size in sizes] + [too_thin]))
-    # 3 x 3 and 5 x 5 tokens in overviews; the larger video has the smaller's size in crops.
-    assert len(programs) == 2
+    features.expect([(size, size) for size in sizes[:2]] + [too_thin])
+    # 3 x 3 and 5 x 5 tokens in overviews, and the most that are allowed. The larger video has the
+    # smaller's size in crops.
+    assert features.encoder.sizes == (9, 25, 49)
+    programs = list(features.lowerings())
     compile_ahead(programs)
     counter = Compilations()
     for name in names:

@@ -13,7 +13,8 @@ import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from models.features.reader import frame_tokens
-from models.vision import frame_layout, patchify
+from models.qwen3_vl.sizes import tiny
+from models.vision import patchify
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame
@@ -65,8 +66,7 @@ def test_features_equal_those_of_the_tower(make, names, small_model, small_world
     )
     grid = features.grid(names[0])
     assert grid == (2, 2) and features.tokens(names[0]) == 1
-    layout = frame_layout(grid, small_model.config.vision)
-    expected = np.asarray(jax.jit(small_model.vision)(patches, layout))
+    expected = np.asarray(jax.jit(small_model.vision)(patches, np.tile(grid, (5, 1))))
     assert vectors.shape == (5, 2, 32) and vectors.dtype == np.float32
     np.testing.assert_allclose(vectors, expected.reshape(5, 2, 32), atol=1e-5)
     assert np.abs(vectors[0] - vectors[-1]).max() > 1e-3
@@ -124,6 +124,24 @@ def test_crops_may_have_limits_of_their_own(make, wide):
     assert {features.tokens(frame) for frame in window} == {2}
     alone = make(wide, batch=4, max_pixels=64 * 64)
     assert np.array_equal(vectors[:2], alone([frame]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "videos", "sizes"),
+    [
+        ({}, (), (13, 25, 49)),
+        ({}, [(32, 32)], (1, 49)),
+        ({}, [(720, 720)], (49,)),
+        ({}, [(64, 96), (96, 64), (96, 96)], (6, 9, 49)),
+        ({}, [(96, 96), (64, 96), (64, 64)], (13, 25, 49)),
+        ({}, [(8, 4000)], (13, 25, 49)),
+        ({"crop_max_pixels": 4 * 50_176}, (), (25, 49, 196)),
+        ({"max_pixels": 1024}, (), (1,)),
+    ],
+)
+def test_frames_are_padded_to_at_most_three_sizes(settings, videos, sizes):
+    """Exact ones if few numbers of tokens are expected; a thin video is refused later."""
+    assert FrameSettings(**settings).padded_sizes(tiny(96).vision, videos) == sizes
 
 
 def test_the_cache_keeps_its_bound_and_drops_the_least_recently_used(make, names):

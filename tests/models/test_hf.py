@@ -29,7 +29,6 @@ from models.qwen3_vl.dialect import DIALECT
 from models.qwen3_vl.sizes import tiny
 from models.rope import mrope_positions, visual_index
 from models.text import VisualBank
-from models.vision import frame_layout
 from models.weights import folder as hf_folder
 from models.weights import hf, hf_layout, tensor_file
 from models.weights.hf_config import to_hf
@@ -411,8 +410,7 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
         pixels = {name: torch.tensor(x) for name, x in seen.items()}
         expected = exported(**given, **pixels).logits[0].numpy()
         blind = exported(**given).logits[0].numpy()
-    layout = frame_layout(tuple(grid), config.vision)
-    vectors = model.vision(seen["pixel_values"][None], layout)
+    vectors = model.vision(seen["pixel_values"][None], np.array([grid]))
     bank = VisualBank(vectors, visual_index(ids, config.image_token_id)[None])
     positions = mrope_positions(ids, [tuple(grid)], config)[:, None]
     hidden, _ = model.text(ids[None], positions, visual=bank)

@@ -15,8 +15,6 @@ from jax.ad_checkpoint import print_saved_residuals
 from models.model import VisionLanguageModel, abstract_model
 from models.qwen3_vl.sizes import tiny
 from models.text import VisualBank
-from models.vision import frame_layout
-from tests.models.packed_frames import packed_layout
 
 CONFIG = tiny(97)
 # bfloat16 rounds by up to 2^-9 = 0.2 %. About ten roundings in each of five layers add up to
@@ -64,38 +62,6 @@ def run(text, batch: dict):
 
 def close(a, b, atol=2e-5):
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=atol, rtol=0)
-
-
-@nnx.jit
-def see(tower, patches, layout):
-    return tower(patches, layout)
-
-
-def test_all_mixes_of_grids_run_one_program_and_frames_see_only_themselves(model):
-    """Images of different sizes share a row, with the features that each has alone."""
-    rng, traces = np.random.default_rng(1), []
-
-    @nnx.jit
-    def see_packed(tower, patches, layout):
-        traces.append(patches.shape)
-        return tower(patches, layout)
-
-    for grids in ([(2, 4), (4, 2), (4, 2), (2, 2)], [(4, 2)] * 3, [(6, 4), (2, 2)]):
-        patches = rng.normal(size=(1, 32, 1536)).astype(np.float32)
-        packed = see_packed(model.vision, patches, packed_layout(grids, 32, CONFIG.vision))
-        start = 0
-        for h, w in grids:
-            end = start + h * w
-            layout = frame_layout((h, w), CONFIG.vision)
-            alone = see(model.vision, patches[:, start:end], layout)
-            close(packed[0, start // 4 : end // 4], alone[0])
-            start = end
-    assert traces == [(1, 32, 1536)]
-
-
-def test_grids_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"grid = \(2, 3\): .*multiples of 2"):
-        frame_layout((2, 3), CONFIG.vision)
 
 
 def test_every_visual_level_and_position_axis_counts(model, visual_batch):
@@ -188,11 +154,11 @@ def test_bfloat16_stays_near_float32(model, visual_batch):
     """From patches to logits and loss, with weights of either type."""
     rng = np.random.default_rng(4)
     patches = rng.normal(size=(2, 12, 1536)).astype(np.float32)
-    layout = frame_layout((2, 6), CONFIG.vision)
+    grids = np.tile((2, 6), (2, 1))
 
     @nnx.jit
     def logits_and_loss(model):
-        bank = visual_batch["visual"]._replace(vectors=model.vision(patches, layout))
+        bank = visual_batch["visual"]._replace(vectors=model.vision(patches, grids))
         hidden, _ = model.text(**visual_batch | {"visual": bank})
         targets = visual_batch["ids"][:, 1:]
         logprobs = model.text.token_logprobs(hidden[:, :-1], targets, 1.0)

@@ -19,7 +19,6 @@ from models.family import family
 from models.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
 from models.text import KV
-from models.vision import frame_layout
 from models.weights import hf_layout
 from models.weights.hf_config import from_hf, to_hf
 from tests.models.counts import num_params
@@ -133,8 +132,8 @@ def test_flops_of_a_frame_equal_those_of_the_encoding_program(size):
     grid = (6, 10)
     c = config.vision
     shape: Any = jax.ShapeDtypeStruct((b, grid[0] * grid[1], c.patch_dim), jnp.float32)
-    layout = frame_layout(grid, c)
-    program = jax.make_jaxpr(lambda tower, patches: tower(patches, layout))(
+    grids = np.tile(grid, (b, 1))
+    program = jax.make_jaxpr(lambda tower, patches: tower(patches, grids))(
         abstract_model(config).vision, shape
     )
     assert matmul_flops(program.jaxpr) == b * vision_flops(c, grid[0] * grid[1])

@@ -20,7 +20,6 @@ from models.qwen3_vl_moe.family import Qwen3VLMoeConfig
 from models.sharding import BATCH, make_mesh, param_shardings
 from models.text import KV, TextDecoder, VisualBank
 from tests.collectives import bytes_sent, find_collectives
-from tests.models.packed_frames import packed_layout
 from tests.processes import on_eight_devices
 
 
@@ -136,8 +135,6 @@ def make_batch() -> dict[str, Any]:
     Prompts have images of different sizes.
     """
     rng = np.random.default_rng(0)
-    grids = [[(2, 4), (2, 2), (2, 2)], [(4, 4)], [(2, 2)] * 3, [(2, 2), (2, 6)]] * 2
-    layouts = [packed_layout(row, 16, VISION) for row in grids]
     index = np.full((8, 12), -1)
     index[:, [4, 5]] = [0, 1]
     return {
@@ -145,7 +142,7 @@ def make_batch() -> dict[str, Any]:
         "index": index,
         "ids": rng.integers(0, 96, (8, 6)),
         "patches": rng.normal(size=(8, 16, VISION.patch_dim)).astype(np.float32),
-        "layout": jax.tree.map(lambda *rows: np.concatenate(rows), *layouts),
+        "grids": np.array([(2, 4), (4, 4), (4, 2), (2, 6)] * 2),
     }
 
 
@@ -154,7 +151,7 @@ def spots(first: int, last: int, rows: int) -> jax.Array:
 
 
 def loss(model: VisionLanguageModel, batch: dict[str, Any]) -> jax.Array:
-    visual = model.vision(batch["patches"], batch["layout"])
+    visual = model.vision(batch["patches"], batch["grids"])
     _, kv = model.text(batch["prompts"], spots(0, 12, 8), visual=VisualBank(visual, batch["index"]))
 
     def prefix(layer: jax.Array) -> KV:

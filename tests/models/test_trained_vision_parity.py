@@ -21,7 +21,6 @@ from models.peft_folder import base_fingerprint, save_adapters
 from models.peft_folder import load as load_adapted
 from models.text import VisualBank
 from models.trained import TrainedVision, TrainVision, part_of, trained_state
-from models.vision import frame_layout
 from models.weights import hf
 from tests.models import parity_ours
 from tests.models.parity import CASES, IMAGE, VIDEO, Sample, write_model
@@ -81,7 +80,7 @@ def cached_of(model: Any, vision: TrainedVision, sample: Sample) -> tuple[Any, A
     ends = np.cumsum([h * w for h, w in frames])
     parts = np.split(sample.patches.astype(np.float32), ends)[:-1]
     states = [
-        model.vision.before_mergers(part[None], frame_layout(grid, config))[0]
+        model.vision.before_mergers(part[None], np.array([grid]))[0]
         for part, grid in zip(parts, frames, strict=True)
     ]
     return jnp.concatenate(states)[None], None, tokens

@@ -17,7 +17,6 @@ from models.fingerprint import fingerprint
 from models.lora import LoRASettings
 from models.sharding import make_mesh
 from models.trained import merge_vision, split_vision
-from models.vision import frame_layout
 from models.weights.hf import load
 from paravt_jax.method.accuracy import Rules
 from paravt_jax.processes.exit_codes import Stopped
@@ -119,13 +118,13 @@ def test_the_gradient_of_a_step_is_that_of_one_function_of_all_trained_weights(
         for frame in segment.frames
     ]
     patches = patches_of(thawed, frames)
-    layout = frame_layout(features.grid(frames[0]), thawed.model.config.vision)
+    grids = [features.grid(frame) for frame in frames]
     loss = rl_loss(rl)
     room = thawed.run.rl_shape.room(1, 1).slots
 
     def whole(weights):
         text, vision = split_vision(weights)
-        vectors = tower_of(thawed, vision)(patches, layout)
+        vectors = tower_of(thawed, vision)(patches, np.array(grids))
         vectors = vectors.reshape(1, -1, *vectors.shape[2:])
         visual = jnp.pad(vectors, ((0, 0), (0, room - vectors.shape[1]), (0, 0), (0, 0)))
         decoder = nnx.merge(thawed.graph, text, thawed.frozen)
@@ -195,8 +194,8 @@ def test_what_is_cached_outlives_the_weights_and_visual_vectors_do_not(thawed):
     np.testing.assert_array_equal(features.cached(frames), cached)
     assert np.abs(features(frames) - vectors).max() > 1e-3
     patches = patches_of(thawed, frames)
-    layout = frame_layout(features.grid(frames[0]), thawed.model.config.vision)
-    wanted = jax.jit(tower_of(thawed, doubled))(patches, layout)
+    grids = np.array([features.grid(frame) for frame in frames])
+    wanted = jax.jit(tower_of(thawed, doubled))(patches, grids)
     np.testing.assert_allclose(features(frames).reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-5)
     assert features.encoded_frames == read, "no frame is read again"
 
@@ -226,7 +225,7 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
         tower = tower_of(thawed, vision)
         if features.trained.whole:
             patches = cached[:count].reshape(count // frame, -1, config.patch_dim)
-            vectors = tower(patches, frame_layout(grid, config))
+            vectors = tower(patches, np.tile(grid, (len(patches), 1)))
         else:
             vectors = tower.mergers.of_tokens(jnp.asarray(cached[None, :count]))
         vectors = vectors.reshape(1, -1, *vectors.shape[2:])

@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
 from models.model import VisionLanguageModel
-from models.vision import PatchLayout, frame_layout, patchify
+from models.vision import patchify
 from paravt_jax.checks import require_above, require_at_least
 from paravt_jax.data import video
 from paravt_jax.data.frames import PixelRules, VideoError
@@ -130,7 +130,7 @@ def align(
     graph, weights = nnx.split((model.vision, model.text.embedding))
     vision = model.config.vision
     grid = (pixels.shape[1] // vision.patch_size, pixels.shape[2] // vision.patch_size)
-    update = _make_update(graph, optimizer, frame_layout(grid, vision))
+    update = _make_update(graph, optimizer, np.tile(grid, (settings.batch, 1)))
     state = saved["optimizer"]
     # Checkpoints store the generator's state, so a resumed run draws the same frames as an
     # uninterrupted one.
@@ -160,7 +160,7 @@ def _as_saved(model: VisionLanguageModel, optimizer_state: Any) -> dict[str, Any
 
 
 def _make_update(
-    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, layout: PatchLayout
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, grids: Int[np.ndarray, "m 2"]
 ) -> Callable[..., Any]:
     """Return the jitted `f(weights, state, patches, words) -> (weights, state, loss, accuracy)`."""
 
@@ -169,7 +169,7 @@ def _make_update(
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         tower, embedding = nnx.merge(graph, weights)
         # [m, levels, d]: the mean over a frame's tokens. Each level has to name the frame alone.
-        vectors = tower(patches, layout).mean(1)
+        vectors = tower(patches, grids).mean(1)
         # Normalised like the decoder's states before its head.
         size = jnp.sqrt((vectors**2).mean(-1, keepdims=True) + 1e-12)
         logits = jnp.einsum("mcd,vd->mcv", vectors / size, embedding[...])

@@ -269,7 +269,7 @@ class SFTBatches:
         mask = np.zeros((self.shape.rows, self.shape.tokens), bool)
         inputs = [(empty.microbatches[0], put(mask, self._mesh))]
         yield from updater.lowerings(state, empty.bank, inputs)
-        yield from self._features.lowerings(self._data.sizes)
+        yield from self._features.lowerings()
 
     def prepare(self, left: int) -> None:
         """Prepare the next batches while an update runs; `left` batches are still needed."""
