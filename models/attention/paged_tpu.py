@@ -32,14 +32,14 @@ from jaxtyping import Array, Float, Int
 
 from models.attention.target import MASKED, Partial
 
-# Bytes of a block. On v5e, reading it takes 1.3 us, and the rest of a decoding step 720 bundles or
-# 0.5 us (compiled, for 2 and 8 kv heads).
+# Bytes of a block. On v5e, reading it takes 1.3 us, and the rest of a decoding step 800 to 870
+# bundles, or 0.6 us (compiled, for 2 and 8 kv heads).
 BLOCK = 2**20
 # Largest number of a kv head's scores in a block; with 512 queries, 512 tokens.
 SCORES = 2**18
-# Reads in flight, in seconds at the chip's bandwidth. For 2 kv heads that is 2,048 tokens on v5e
-# and 4,096 on v6e: the blocks of tpu-inference's tuned table.
-IN_FLIGHT = 2.5e-6
+# Blocks held on the chip. All but one are in flight: with 2 kv heads, 4,096 tokens, the largest
+# block that tpu-inference's tuned table has for v6e; on v5e it has 2,048.
+BUFFERS = 5
 # A register and a tile in memory hold 8 x 128 numbers. A statistic of a query is repeated along
 # the lanes.
 SUBLANES, LANES = 8, 128
@@ -77,15 +77,15 @@ def attend(
     _, _, k, u, _ = pages.shape
     m = tables.shape[1]
     rows = t * n // k
-    cores, in_flight = _chip(interpret)
+    cores = 1 if interpret else pltpu.get_tpu_info().num_cores
     # Many rows fill the chip's memory: one head after another. The cores of a chip share the heads.
     groups = k if rows >= LANES or k % cores else cores
     page_bytes = 2 * k // groups * u * h * pages.dtype.itemsize
     width = max(1, min(m, BLOCK // page_bytes, SCORES // (rows * u)))
-    buffers = 1 + max(1, pl.cdiv(in_flight, width * page_bytes))
     lengths = limits.max(axis=1)
     ends = jnp.cumsum(pl.cdiv(lengths, width * u))
-    # In a loop over layers the compiler repeats what is longer than its inputs: only this list is.
+    # The job of each step. A compiled loop over layers repeats what is longer than its inputs; the
+    # kernel finds everything else.
     steps = jnp.arange(j * pl.cdiv(m, width))
     jobs = jnp.searchsorted(ends[:-1], steps, side="right", method="compare_all")
 
@@ -94,7 +94,6 @@ def attend(
             (None, k // groups, *shape), lambda group, step, jobs, *_: (jobs[step], group, 0, 0)
         )
 
-    statistics = pltpu.VMEM((k // groups, rows, LANES), jnp.float32)
     result = pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -108,10 +107,9 @@ def attend(
             ],
             out_specs=of_job(rows, h + LANES),
             scratch_shapes=[
-                pltpu.VMEM((buffers, width, 2, k // groups, u, h), pages.dtype),
-                pltpu.SemaphoreType.DMA((buffers,)),
-                statistics,
-                statistics,
+                pltpu.VMEM((BUFFERS, width, 2, k // groups, u, h), pages.dtype),
+                pltpu.SemaphoreType.DMA((BUFFERS,)),
+                pltpu.VMEM((k // groups, rows, LANES), jnp.float32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((j, k, rows, h + LANES), jnp.float32),
@@ -136,93 +134,76 @@ def attend(
     return Partial(out, jnp.where(seen, by_query[..., h], MASKED))
 
 
-def _chip(interpret: bool) -> tuple[int, int]:
-    """Return how many cores a call uses, and how many bytes each should have in flight."""
-    if interpret:
-        return 1, 0
-    chip: Any = pltpu.get_tpu_info()
-    return chip.num_cores, int(IN_FLIGHT * chip.mem_bw_bytes_per_second)
-
-
-def _kernel(
-    jobs, begins, lengths, tables, limits, q, pool, out, buffers, arrived, running_max, running_sum
-):
+def _kernel(*refs):
+    jobs, begins, lengths, tables, limits, q, pool, out, buffers, arrived, running_max = refs
     group, step = pl.program_id(0), pl.program_id(1)
-    slots, width, _, k, u, h = buffers.shape
+    _, width, _, k, u, h = buffers.shape
     rows, size = q.shape[1], width * u
-    slot = jax.lax.rem(step, slots)
-    table = tables.shape[0] // lengths.shape[0]
 
-    def block_of(step: Any) -> tuple[Any, Any, Any]:
-        """Return a step's block of its job, how many tokens are left there, and how many pages."""
+    def place(step: Any) -> tuple[Any, Any, Any]:
+        """Return a step's block of its job, how many tokens are left from there, and its buffer."""
         block = step - begins[jobs[step]]
-        left = lengths[jobs[step]] - block * size
-        return block, left, jnp.minimum(jax.lax.div(left + u - 1, u), width)
+        return block, lengths[jobs[step]] - block * size, jax.lax.rem(step, BUFFERS)
 
-    def fetch(later: Any, _: None) -> None:
-        """Start to read the pages of a step."""
-        block, _, pages = block_of(later)
-        first = jobs[later] * table + block * width
-        target = jax.lax.rem(later, slots)
+    def copy_pages(step: Any, act: Any) -> None:
+        """Call `act` with the copy of each page that a step needs."""
+        block, left, buffer = place(step)
+        first = jobs[step] * (tables.shape[0] // lengths.shape[0]) + block * width
 
-        def start(page: Any, _: None) -> None:
+        def copy(page: Any, _: None) -> None:
             source = pool.at[tables[first + page], :, pl.ds(group * k, k)]
-            copy = pltpu.make_async_copy(source, buffers.at[target, page], arrived.at[target])
-            copy.start()
+            act(pltpu.make_async_copy(source, buffers.at[buffer, page], arrived.at[buffer]))
 
-        jax.lax.fori_loop(0, pages, start, None)
+        pages = jnp.minimum(jax.lax.div(left + u - 1, u), width)
+        jax.lax.fori_loop(0, pages, copy, None)
 
-    def wait(target: Any) -> None:
-        pltpu.make_async_copy(target, target, arrived.at[slot]).wait()
+    def start(later: Any, _: None) -> None:
+        copy_pages(later, lambda copy: copy.start())
 
-    # The first step fetches for all buffers, and each later one for the buffer that became free.
-    earliest = jnp.where(step == 0, 0, step + slots - 1)
-    jax.lax.fori_loop(earliest, jnp.minimum(step + slots, pl.num_programs(1)), fetch, None)
-    block, left, pages = block_of(step)
-    full = pages == width
-    pl.when(full)(lambda: wait(buffers.at[slot]))
-    each = jnp.where(full, 0, pages)
-    jax.lax.fori_loop(0, each, lambda page, _: wait(buffers.at[slot, page]), None)
+    # The first step fills all buffers, and each later one the buffer that became free.
+    earliest = jnp.where(step == 0, 0, step + BUFFERS - 1)
+    jax.lax.fori_loop(earliest, jnp.minimum(step + BUFFERS, pl.num_programs(1)), start, None)
+    copy_pages(step, lambda copy: copy.wait())
+
+    block, left, buffer = place(step)
 
     def clear(page: Any, _: None) -> None:
         """Clear values that nobody sees: their weights are 0, but 0 * NaN is NaN."""
         token = page * u + jax.lax.broadcasted_iota(jnp.int32, (k, u, h), 1)
-        buffers[slot, page, 1] = jnp.where(token < left, buffers[slot, page, 1], 0)
+        buffers[buffer, page, 1] = jnp.where(token < left, buffers[buffer, page, 1], 0)
 
     jax.lax.fori_loop(jnp.minimum(jax.lax.div(left, u), width), width, clear, None)
-    token = block * size + jax.lax.broadcasted_iota(jnp.int32, (rows, size), 1)
-    seen = token < limits[...]
+    seen = block * size + jax.lax.broadcasted_iota(jnp.int32, (rows, size), 1) < limits[...]
 
     @pl.when(block == 0)
     def _():
         running_max[...] = jnp.full_like(running_max, MASKED)
-        running_sum[...] = jnp.zeros_like(running_sum)
         out[...] = jnp.zeros_like(out)
 
     for i in range(k):
-        keys, values = (buffers[slot, :, kind, i].reshape(size, h) for kind in (0, 1))
+        keys, values = (buffers[buffer, :, kind, i].reshape(size, h) for kind in (0, 1))
         product = jnp.einsum("rh,sh->rs", q[i], keys, preferred_element_type=jnp.float32)
         scores = jnp.where(seen, product * h**-0.5, MASKED)
-        before = running_max[i]
-        after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-        weights = jnp.exp(scores - after[:, :1])
-        rescale = jnp.exp(before - after)
-        running_max[i] = after
-        running_sum[i] = rescale * running_sum[i] + weights.sum(axis=1, keepdims=True)
+        highest = jnp.maximum(running_max[i], scores.max(axis=1, keepdims=True))
+        weights = jnp.exp(scores - highest[:, :1])
+        rescale = jnp.exp(running_max[i] - highest)
+        running_max[i] = highest
         sums = jnp.dot(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
         out[i, :, :h] = rescale[:, :1] * out[i, :, :h] + sums
+        out[i, :, h:] = rescale * out[i, :, h:] + weights.sum(axis=1, keepdims=True)
 
     @pl.when(left <= size)
     def _():
-        out[:, :, :h] = out[:, :, :h] / running_sum[:, :, :1]
-        out[:, :, h:] = running_max[...] + jnp.log(running_sum[...])
+        out[:, :, :h] = out[:, :, :h] / out[:, :, h : h + 1]
+        out[:, :, h:] = running_max[...] + jnp.log(out[:, :, h:])
 
 
 def write(
     pages: Float[Array, "x 2 k u h"],
     k: Float[Array, "t k h"],
     v: Float[Array, "t k h"],
-    places: Int[Array, " t"],
+    numbers: Int[Array, " t"],
+    slots: Int[Array, " t"],
     interpret: bool,
 ) -> Float[Array, "x 2 k u h"]:
     """Write keys and values of tokens, in place if the compiler can reuse `pages`.
@@ -231,84 +212,77 @@ def write(
         pages: the pool.
         k: a key per token.
         v: a value per token.
-        places: where each token goes: page * u + its place in the page; nowhere if negative. Tokens
-            that go to the same tile, 8 places of a page, must follow each other.
+        numbers: the page of each token; numbers of no page: it is not written.
+        slots: its place in the page. Tokens that go to the same tile, 8 slots, must follow each
+            other.
         interpret: whether to run away from a TPU, for tests.
     """
-    t, heads, h = k.shape
-    batch = min(t, TOKENS)
-    batches = pl.cdiv(t, batch)
-    kv = jnp.stack([k, v], axis=1)[:, :, :, None].astype(pages.dtype)
-    # The kernel also looks at the places before and after a batch.
-    fill = (1, batches * batch - t + 1)
-    return pl.pallas_call(
+    x, _, heads, u, h = pages.shape
+    batch = min(len(k), TOKENS)
+    batches = pl.cdiv(len(k), batch)
+    places = jnp.where((numbers >= 0) & (numbers < x), numbers * u + slots, -1)
+    tiled = (x, 2, heads, u // SUBLANES, SUBLANES, h)
+    in_place = pl.BlockSpec(memory_space=pl.ANY)
+    written = pl.pallas_call(
         _write_kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batches,),
-            in_specs=[
-                pl.BlockSpec((batch, 2, heads, 1, h), lambda i, _: (i, 0, 0, 0, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
-            ],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[
-                pltpu.VMEM((batch, 2, heads, SUBLANES, h), pages.dtype),
-                pltpu.SemaphoreType.DMA(()),
-            ],
-        ),
-        out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
+        grid=(batches,),
+        in_specs=[
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+            pl.BlockSpec((batch, 2, heads, 1, h), lambda i: (i, 0, 0, 0, 0)),
+            in_place,
+        ],
+        out_specs=in_place,
+        scratch_shapes=[
+            pltpu.VMEM((batch, 2, heads, SUBLANES, h), pages.dtype),
+            pltpu.SemaphoreType.DMA(()),
+        ],
+        out_shape=jax.ShapeDtypeStruct(tiled, pages.dtype),
         input_output_aliases={2: 0},
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
         interpret=interpret,
         name="paged_write",
-    )(jnp.pad(places, fill, constant_values=-1), kv, pages)
+    )(
+        # The kernel also looks at the place after a token.
+        jnp.pad(places, (0, batches * batch - len(k) + 1), constant_values=-1),
+        jnp.stack([k, v], axis=1)[:, :, :, None].astype(pages.dtype),
+        pages.reshape(tiled),
+    )
+    return written.reshape(pages.shape)
 
 
 def _write_kernel(places, kv, _, pool, tiles, done):
-    """Read all tiles of a batch, change their rows, and write them: each tile once."""
-    batch = kv.shape[0]
-    per_page = pool.shape[3] // SUBLANES
-    first = pl.program_id(0) * batch + 1
+    """Read all tiles of a batch, change their rows, and write them: each tile once.
 
-    def tile_of(i: Any) -> Any:
-        # Eight places are a tile; no place is in tile -1.
-        return places[first + i] >> 3
+    A tile is held where its last token is.
+    """
+    batch = len(kv)
+    first = pl.program_id(0) * batch
 
-    def in_pool(tile: Any) -> Any:
-        page, begin = jax.lax.div(tile, per_page), jax.lax.rem(tile, per_page) * SUBLANES
-        return pool.at[page, :, :, pl.ds(pl.multiple_of(begin, SUBLANES), SUBLANES)]
+    def ends(i: Any) -> Any:
+        """Return whether a token is the last of its tile in this batch; no place is in tile -1."""
+        tile = places[first + i] >> 3
+        return (tile >= 0) & ((i == batch - 1) | (tile != places[first + i + 1] >> 3))
 
-    def wait(count: Any) -> None:
-        copy = pltpu.make_async_copy(tiles.at[0], tiles.at[0], done)
-        jax.lax.fori_loop(0, count, lambda _, __: copy.wait(), None)
+    def each_tile(act: Any) -> None:
+        """Call `act` with each tile, in the pool and here."""
 
-    def read(i: Any, count: Any) -> Any:
-        tile = tile_of(i)
-        begins = (tile >= 0) & ((i == 0) | (tile != tile_of(i - 1)))
+        def visit(i: Any, _: None) -> None:
+            tile, per_page = places[first + i] >> 3, pool.shape[3]
+            there = pool.at[jax.lax.div(tile, per_page), :, :, jax.lax.rem(tile, per_page)]
+            pl.when(ends(i))(lambda: act(there, tiles.at[i]))
 
-        @pl.when(begins)
-        def _():
-            pltpu.make_async_copy(in_pool(tile), tiles.at[count], done).start()
+        jax.lax.fori_loop(0, batch, visit, None)
 
-        return count + begins.astype(jnp.int32)
+    def change(backwards: Any, last: Any) -> Any:
+        i = batch - 1 - backwards
+        last = jnp.where(ends(i), i, last)
+        row = jax.lax.broadcasted_iota(jnp.int32, tiles.shape[1:], 2)
+        own = row == jax.lax.rem(places[first + i], SUBLANES)
+        tiles[last] = jnp.where(own, kv[i], tiles[last])
+        return last
 
-    def change(i: Any, number: Any) -> Any:
-        tile = tile_of(i)
-        ends = (tile >= 0) & ((i == batch - 1) | (tile != tile_of(i + 1)))
-
-        @pl.when(tile >= 0)
-        def _():
-            row = jax.lax.broadcasted_iota(jnp.int32, tiles.shape[1:], 2)
-            own = row == places[first + i] - tile * SUBLANES
-            tiles[number] = jnp.where(own, kv[i], tiles[number])
-
-        @pl.when(ends)
-        def _():
-            pltpu.make_async_copy(tiles.at[number], in_pool(tile), done).start()
-
-        return number + ends.astype(jnp.int32)
-
-    count = jax.lax.fori_loop(0, batch, read, jnp.int32(0))
-    wait(count)
+    each_tile(lambda there, here: pltpu.make_async_copy(there, here, done).start())
+    each_tile(lambda there, here: pltpu.make_async_copy(there, here, done).wait())
     jax.lax.fori_loop(0, batch, change, jnp.int32(0))
-    wait(count)
+    each_tile(lambda there, here: pltpu.make_async_copy(here, there, done).start())
+    each_tile(lambda there, here: pltpu.make_async_copy(here, there, done).wait())
