@@ -40,7 +40,7 @@ from paravt_jax.data import video
 from paravt_jax.data.any_path import require_local
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, ask, run
-from rollout.engine.settings import EngineSizes
+from rollout.engine.settings import EngineSizes, round_up
 from train.durable.metrics import PHASE_TITLES, read_metrics, step_seconds
 
 _PAGE = 64
@@ -63,18 +63,17 @@ class Work:
     @property
     def sizes(self) -> EngineSizes:
         """An engine in which all samples run at once."""
-        own = -(-(self.new + 1) // _PAGE) * _PAGE + _PAGE
+        own = round_up(self.new + 1, _PAGE) + _PAGE
         slots = self.prompts * self.samples
         return EngineSizes(
-            row_lengths=(own, self.prompt + own),
-            prefix_lengths=(self.prompt,),
-            prefill_lengths=(self.prompt,),
+            longest=self.prompt + own,
             slots=slots,
             rows_per_prefix=self.samples,
             page=_PAGE,
             pages=(self.prompts * self.prompt + slots * own) // _PAGE,
             prefill_tokens=self.prompt,
-            read_tokens=slots * own,
+            text_tokens=self.prompt,
+            few_rows=self.samples,
             steps=32,
         )
 

@@ -34,7 +34,7 @@ import optax
 from flax import nnx
 from jaxtyping import Float, Int
 
-from models.attention import DenseCache
+from models.attention import PagedCache
 from models.config import ModelConfig, VisionConfig, flops_per_token
 from models.devices import reuse_freed_memory
 from models.family import family
@@ -51,6 +51,9 @@ JOBS = {"prefill": 3, "decode": 3, "train": 2}
 
 MATMULS = 10
 """Timed matrix products per round."""
+
+PAGE = 64
+"""Tokens per page of the KV cache."""
 
 LEARNING_RATE = 1e-5
 WEIGHT_DECAY = 0.01
@@ -282,35 +285,45 @@ def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
     ids = prompts(case)
     rows = case.rows
     prompt = case.prompt
+    text = case.config.text
+    columns = -(-(prompt + case.new) // PAGE)
+    heads, head_dim = text.num_key_value_heads, text.head_dim
+    shape = (text.num_hidden_layers, rows * columns, 2, heads, PAGE, head_dim)
+    pages = jnp.zeros(shape, model.text.dtype)
+    tables = jnp.arange(rows * columns).reshape(rows, columns)
     graph, weights = nnx.split(model.text)
 
-    @jax.jit
-    def prefill(weights, ids):
-        text = nnx.merge(graph, weights)
+    def extend(text, ids, offsets, pages, layers):
         # Text has the same position on all three axes (time, height, width).
-        positions = jnp.broadcast_to(jnp.arange(prompt), (3, rows, prompt))
-        hidden, kv = text(ids, positions)
-        token = jnp.argmax(text.logits(hidden[:, -1]), -1)
-        return token, DenseCache.prefilled(kv, jnp.ones((rows, prompt), bool), case.new)
+        positions = jnp.broadcast_to(offsets.reshape(-1), (3, ids.size))
+        cache = PagedCache(pages, tables, offsets)
+        hidden, cache = text.extend(ids.reshape(-1), positions, cache, layers=layers)
+        last = hidden.reshape(rows, -1, hidden.shape[-1])[:, -1]
+        return jnp.argmax(text.logits(last), -1), cache.pages
 
     @jax.jit
-    def decode(weights, token, cache):
+    def prefill(weights, ids, pages):
         text = nnx.merge(graph, weights)
-        layers = text.decode_layers()
+        offsets = jnp.broadcast_to(jnp.arange(prompt), (rows, prompt))
+        return extend(text, ids, offsets, pages, None)
 
-        def step(carry, position):
-            token, cache = carry
-            positions = jnp.broadcast_to(position, (3, rows))
-            hidden, cache = text.decode(token, positions, cache, layers)
-            token = jnp.argmax(text.logits(hidden), -1)
-            return (token, cache.advance(jnp.ones(rows, bool))), token
+    @jax.jit
+    def decode(weights, token, pages):
+        text = nnx.merge(graph, weights)
+        layers = text.separate_layers()
 
-        _, tokens = jax.lax.scan(step, (token, cache), prompt + jnp.arange(case.new))
+        def step(carry, offset):
+            token, pages = carry
+            offsets = jnp.broadcast_to(offset, (rows, 1))
+            token, pages = extend(text, token, offsets, pages, layers)
+            return (token, pages), token
+
+        _, tokens = jax.lax.scan(step, (token, pages), prompt + jnp.arange(case.new))
         return tokens
 
-    # Only decoding is timed. The cache is not donated, so every call starts from the same one.
-    token, cache = jax.block_until_ready(prefill(weights, ids))
-    return lambda: decode(weights, token, cache).block_until_ready()
+    # Only decoding is timed. The pages are not donated, so every call starts from the same ones.
+    token, pages = jax.block_until_ready(prefill(weights, ids, pages))
+    return lambda: decode(weights, token, pages).block_until_ready()
 
 
 def _our_train(model: Any, case: Case) -> Callable[[], Any]:

@@ -366,14 +366,9 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
     },
     (f"{_ENGINE}/layout.py", _LAYOUT): {
-        "line_takes_one_more": (
-            "len(members) < rows_per_prefix:",
-            "len(members) <= rows_per_prefix:",
-        ),
-        "held_lines_forgotten": (
-            "block < len(loaded) and loaded[block] == group.prefix",
-            "block < 0",
-        ),
+        "family_takes_one_more": ("len(members) < most", "len(members) <= most"),
+        "strangers_join": ("2 * len(common) > len(shared)", "len(shared) >= 0"),
+        "smallest_savings_first": ("key=lambda family: -len(", "key=lambda family: len("),
     },
     (f"{_ENGINE}/sequences.py", _SCHEDULE): {
         "frames_look_alike": (
@@ -395,8 +390,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "len(pages) * self.settings.page",
         ),
         "common_prefix_computed_twice": (
-            "if need.beginning in batch.beginnings:",
-            "if need.beginning is None:",
+            "if batch.computes(sequence):",
+            "if batch.computes(sequence) and not sequence.missing:",
         ),
         "one_token_too_many_published": (
             "sequence.computed = sequence.prompt.prefill_length + len(sequence.drawn)",
@@ -433,23 +428,38 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "rows.left[row] = sampling.max_new_tokens",
         ),
         "one_seed_for_all_samples": ("request.seed % 2**32", "1"),
-        "line_read_twice": ("sequence.computed - prefix_tokens", "sequence.computed"),
+        "shared_pages_read_twice": ("sequence.computed - shared_tokens", "sequence.computed"),
+        "guests_read_shared_pages": ("joins = paths[n][: len(pages)] == pages", "joins = True"),
     },
     (f"{_ENGINE}/programs.py", _SCHEDULE): {
-        "one_unwritten_token_attended": (
-            "jnp.arange(before)[None, :] < pieces.before[:, None]",
-            "jnp.arange(before)[None, :] <= pieces.before[:, None]",
-        ),
         "written_one_offset_late": (
-            "offsets = first[:, None] + step",
-            "offsets = first[:, None] + step + 1",
+            "rows.offsets[:, None] + fed",
+            "rows.offsets[:, None] + fed + 1",
         ),
-        "keys_and_values_swapped": (
-            "KV(kv[..., 0::2, :], kv[..., 1::2, :])",
-            "KV(kv[..., 1::2, :], kv[..., 0::2, :])",
+        "draws_of_a_step_the_same": (
+            "(rows.drawn[:, None] + fed)",
+            "(rows.drawn[:, None] + 0 * fed)",
         ),
-        "draws_of_a_step_the_same": ("rows.drawn + counts)", "rows.drawn)"),
+        "drafts_outlive_the_limit": ("valid &= fed < rows.left[:, None]", "pass"),
+        "drafts_outlive_a_stop": ("jnp.cumsum(stopped, axis=1) - stopped == 0", "True"),
         "one_token_over_the_limit": ("(counts < rows.left)", "(counts <= rows.left)"),
+    },
+    (f"{_ENGINE}/drafts.py", ("tests/rollout/engine/test_drafts.py",)): {
+        "earliest_match": ("size - 1 - jnp.argmax(matching[::-1])", "jnp.argmax(matching)"),
+        "later_drafts_accepted": ("jnp.cumprod(equal, axis=1)", "equal"),
+    },
+    ("models/attention/paged.py", ("tests/models/test_paged.py",)): {
+        "token_does_not_see_itself": ("cache.offsets + 1, 0)", "cache.offsets, 0)"),
+        "beyond_the_table_seen": ("jnp.where(exists, cache.offsets + 1, 0)", "cache.offsets + 1"),
+        "padding_written": ("(cache.offsets >= 0) & (columns", "(columns"),
+        "unseen_values_count": (
+            "jnp.where(anywhere, gathered(numbers + 1), 0)",
+            "gathered(numbers + 1)",
+        ),
+        "tokens_that_see_nothing_see_all": (
+            "jnp.where(mask, jnp.exp(scores - top[..., None]), 0)",
+            "jnp.exp(scores - top[..., None])",
+        ),
     },
     ("train/learn/batch.py", _BATCH): {
         "rows_one_position_late": (

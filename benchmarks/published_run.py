@@ -28,7 +28,7 @@ from models.weights.hf import save
 from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
-from rollout.engine.sizing import EngineSettings
+from rollout.engine.settings import EngineSettings
 from tests.paravt_jax.published_files import (
     CLIPS,
     answered,

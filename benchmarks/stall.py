@@ -43,7 +43,7 @@ LIMITS = ProtocolSettings(
 )
 CALLS = tuple(CropCall(32 * n, 32 * n + 16) for n in range(4))
 SIZES = EngineSizes(
-    row_lengths=(640,), prefill_lengths=(64, 384), slots=8, rows_per_prefix=1, pages=400, steps=4
+    longest=640, slots=8, rows_per_prefix=1, pages=400, prefill_tokens=384, text_tokens=64, steps=4
 )
 BUSY = 3  # agents that sample all the time
 

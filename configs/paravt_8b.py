@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paravt_jax.method.grpo.settings import GRPOSettings
 from paravt_jax.method.rewards import RewardSettings
-from rollout.engine.sizing import EngineSettings
+from rollout.engine.settings import EngineSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings

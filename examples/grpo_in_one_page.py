@@ -42,7 +42,7 @@ from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.agent.episode import Environment, EpisodeSettings, play, seed_of
 from rollout.engine.engine import Engine
 from rollout.engine.requests import run
-from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
+from rollout.engine.settings import EngineSettings, engine_sizes, lengths
 from train.data import Data
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import StepRoom, StepShape

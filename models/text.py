@@ -1,15 +1,15 @@
 """The text decoder: embeddings, transformer layers, DeepStack and the vocabulary head.
 
-`TextDecoder.__call__` runs whole sequences and `TextDecoder.decode` one token per row, with the
-same weights and the same layer. A token gets the same hidden state however its sequence is fed: at
-once, as a suffix of a shared prefix, packed with other sequences, or token by token.
+`TextDecoder.__call__` runs whole sequences and `TextDecoder.extend` new tokens of cached ones, with
+the same weights and the same layer. A token gets the same hidden state however its sequence is fed:
+at once, in pieces, packed with other sequences, or token by token.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from models.attention import DenseCache, PagedCache, RowLayout, attend, platform
+from models.attention import PagedCache, RowLayout, attend, platform
 from models.config import TextConfig, require
 from models.experts import Experts
 from models.layers import (
@@ -35,8 +35,6 @@ from models.layers import (
 )
 from models.rope import mrope_angles, rotate
 from models.sharding import BATCH, ROWS, constrain, current_mesh, on_devices, row_devices
-
-Cache = TypeVar("Cache", DenseCache, PagedCache)
 
 # Up to this many hidden states, transposing the head costs more on CPU than the product itself.
 _SMALL_BATCH = 64
@@ -278,7 +276,6 @@ class TextDecoder(nnx.Module):
         positions: Int[Array | np.ndarray, "3 b t"],
         layout: RowLayout | None = None,
         visual: VisualBank | None = None,
-        prefix: Callable[[Int[Array, ""]], KV] | None = None,
         remat: Remat = "none",
     ) -> tuple[Float[Array, "b t d"], KV]:
         """Run the decoder over whole sequences.
@@ -290,15 +287,13 @@ class TextDecoder(nnx.Module):
             positions: time, height and width of every token (`rope.mrope_positions`).
             layout: what each token sees; None: itself and earlier tokens of its row.
             visual: visual vectors and the tokens that take them; None: all tokens are text.
-            prefix: from a layer's number to the keys and values of s tokens before each row, so
-                that one layer's exist at a time. Each row is then one segment.
             remat: what is kept for the backward pass.
 
         Returns:
             Hidden states after the final norm, and the keys and values of these tokens.
 
         Raises:
-            ValueError: the layout contradicts itself or the prefix.
+            ValueError: the layout contradicts itself.
         """
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions, self.config)
@@ -310,13 +305,12 @@ class TextDecoder(nnx.Module):
 
         def body(x, layer):
             params, number = layer
-            past = None if prefix is None else prefix(number)
             block = nnx.merge(graph, params)
             # The name marks what a policy keeps, so it goes on the sharded copy.
             x = checkpoint_name(constrain(x, *between), LAYER_INPUT)
             x = constrain(x, ROWS)
             q, k, v = block.project(x, angles)
-            x = block.finish(x, attend(q, k, v, layout, past))
+            x = block.finish(x, attend(q, k, v, layout))
             if visual is not None:
                 x = visual.add_level(x, number + 1)
             return constrain(constrain(x, ROWS), *between), KV(k, v)
@@ -328,62 +322,66 @@ class TextDecoder(nnx.Module):
         x, kv = jax.lax.scan(rematerialise(body, remat), constrain(x, *between), (state, layers))
         return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
 
-    def decode(
+    def extend(
         self,
-        ids: Int[Array | np.ndarray, " b"],
-        positions: Int[Array | np.ndarray, "3 b"],
-        cache: Cache,
+        ids: Int[Array | np.ndarray, " n"],
+        positions: Int[Array | np.ndarray, "3 n"],
+        cache: PagedCache,
+        visual: VisualBank | None = None,
         layers: Sequence[nnx.State] | None = None,
-    ) -> tuple[Float[Array, "b d"], Cache]:
-        """Run the decoder over one text token per row.
+    ) -> tuple[Float[Array, "n d"], PagedCache]:
+        """Run the decoder over new tokens of cached sequences.
 
         The cache is updated in place if the caller donates it.
 
         Args:
-            ids: one token per row.
-            positions: its time, height and width.
-            cache: keys and values of the tokens before it.
-            layers: the result of `decode_layers`, called before a loop over tokens. It saves a copy
-                of the weights per token.
+            ids: the tokens of the cache's jobs, joined.
+            positions: time, height and width of every token.
+            cache: keys and values of the tokens before them, and where the new ones go.
+            visual: visual vectors, and the tokens that take them, as one row; None: all are text.
+            layers: the result of `separate_layers`, called before a loop over calls. It saves a
+                copy of the weights per call.
 
         Returns:
-            The hidden state after the final norm, and the cache with the token written to it. The
-            caller decides which rows keep the token (`cache.advance`).
+            Hidden states after the final norm, and the cache with the tokens written to it.
         """
         graph, state = nnx.split(self.layers)
-        angles = mrope_angles(positions[..., None], self.config)
+        angles = mrope_angles(positions[:, None], self.config)
 
-        # The cache is the carry of the scan. As an output, it would be copied for every token.
+        # The cache is the carry of the scan. As an output, it would be copied in every call.
         def body(carry, layer):
             x, cache = carry
             number, params = layer
             block = nnx.merge(graph, params)
             q, k, v = block.project(x, angles)
             with jax.named_scope("attention"):
-                attended, cache = cache.attend(number, q[:, 0], k[:, 0], v[:, 0])
-            return (block.finish(x, attended[:, None]), cache), None
+                attended, cache = cache.attend(number, q[0], k[0], v[0])
+            x = block.finish(x, attended[None])
+            if visual is not None:
+                x = visual.add_level(x, number + 1)
+            return (x, cache), None
 
-        carry = (self.embed(ids)[:, None], cache)
-        if cache.stacked:
+        x = self.embed(ids)[None]
+        if visual is not None:
+            x = visual.embed(x)
+        carry = (x, cache)
+        if layers is None:
             numbers = jnp.arange(self.config.num_hidden_layers)
             carry, _ = jax.lax.scan(body, carry, (numbers, state))
         else:
-            for layer in enumerate(layers or self._unstacked(state)):
+            for layer in enumerate(layers):
                 carry, _ = body(carry, layer)
         x, cache = carry
-        return rms_norm(x, self.norm, self.config.rms_norm_eps)[:, 0], cache
+        return rms_norm(x, self.norm, self.config.rms_norm_eps)[0], cache
 
-    def decode_layers(self) -> list[nnx.State] | None:
+    def separate_layers(self) -> list[nnx.State] | None:
         """Return each layer's weights as separate arrays; None on TPU.
 
-        Elsewhere a slice of the stacked weights is a copy, which `decode` would make for every
-        token.
+        Elsewhere a slice of the stacked weights is a copy, which `extend` would make in every call.
         """
         if platform() == "tpu":
             return None
-        return self._unstacked(nnx.state(self.layers))
-
-    def _unstacked(self, state: nnx.State) -> list[nnx.State]:
+        state = nnx.state(self.layers)
         return [
             jax.tree.map(lambda x, n=number: x[n], state)
             for number in range(self.config.num_hidden_layers)

@@ -34,7 +34,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from configs import RECIPES
-from models.attention import QUERY_CHUNK
+from models.attention import TILE
 from models.devices import require_type, reserve_memory
 from models.family import REHEARSAL
 from models.layers import Remat
@@ -45,8 +45,7 @@ from models.trained import TrainVision, cached_shape, split, split_vision
 from paravt_extras.slices import CHIPS, Devices, Topology, found_devices
 from paravt_jax.processes.cluster import run_command
 from rollout.engine.programs import CHUNK
-from rollout.engine.settings import EngineSizes
-from rollout.engine.sizing import EngineSettings, round_up
+from rollout.engine.settings import EngineSettings, EngineSizes, round_up
 from train.cli import parse
 from train.learn.in_flight import capacity
 from train.learn.optimizer import make_optimizer
@@ -199,32 +198,28 @@ def choose(given: Run, devices: Devices) -> Fitted:
 
 
 def _engines(memory: _Memory) -> Iterator[EngineSettings]:
-    """Yield settings of the engine, those with the most slots first.
+    """Yield settings of the engine, those with the largest cache first.
 
     There are slots for all rollouts that a host plays at once, and for as many sub-agents. The
-    cache holds these rollouts at their longest, or else what fits beside the fewest slots.
+    cache holds these rollouts at their longest, or else as many of their tokens as fit.
     """
     run = memory.run
-    groups, group_size, most = 0, MOST_SLOTS, MOST_SLOTS
+    groups, rollouts, most = 0, 0, MOST_SLOTS
     if run.rl is not None:
         groups = math.ceil(capacity(run.rl.prompts, run.rl.max_staleness) / memory.devices.hosts)
-        group_size = run.rl.grpo.group_size
-        most = min(MOST_SLOTS, 2 * groups * group_size)
-    # Decoding on pages, as TPUs do, fewer slots would save hardly any memory.
-    halvings = 0 if memory.devices.tpu else int(math.log2(max(1, most / group_size)))
-    engine, sizes = run.engine, memory.engine_sizes(run.engine)
-    page, longest = sizes.page, sizes.row_lengths[-1]
-    for slots in _if_open(run.engine.slots, [most // 2**n for n in range(halvings + 1)]):
-        engine = dataclasses.replace(run.engine, slots=slots)
-        tokens = slots * longest
-        if run.rl is not None:
-            # A group shares the pages of its prompt, but for a partly filled last one.
-            limits = run.rl_shape.limits
-            rollouts = min(groups * group_size, memory.engine_sizes(engine).slots)
-            tokens = groups * round_up(limits.prompt, page)
-            tokens += rollouts * (round_up(limits.response, page) + page)
-        cache = run.engine.cache_tokens or max(tokens, longest)
-        yield dataclasses.replace(engine, cache_tokens=cache)
+        rollouts = groups * run.rl.grpo.group_size
+        most = min(MOST_SLOTS, 2 * rollouts)
+    engine = dataclasses.replace(run.engine, slots=run.engine.slots or most)
+    sizes = memory.engine_sizes(engine)
+    page, longest = sizes.page, sizes.longest
+    tokens = engine.slots * longest
+    if run.rl is not None:
+        # A group shares the pages of its prompt, but for a partly filled last one.
+        limits = run.rl_shape.limits
+        tokens = groups * round_up(limits.prompt, page)
+        tokens += min(rollouts, sizes.slots) * (round_up(limits.response, page) + page)
+    cache = run.engine.cache_tokens or max(tokens, longest)
+    yield dataclasses.replace(engine, cache_tokens=cache)
     if not run.engine.cache_tokens:
         room = (memory.usable - memory.rollouts(engine)) / memory.token
         cache = max(int(room) // page * page, longest)
@@ -462,8 +457,8 @@ class _Memory:
         computed = 6 * text.mlp_width + 2 * text.dispatched + 5 * max(inputs, attention)
         numbers = text.num_hidden_layers * kept + computed
         if not self.devices.tpu:
-            # Scores of a chunk of queries and their gradients, in float32.
-            numbers += 16 * QUERY_CHUNK * text.num_attention_heads / tensor / self.itemsize
+            # Scores of a tile of queries and their gradients, in float32.
+            numbers += 16 * TILE * text.num_attention_heads / tensor / self.itemsize
         # The weights of a layer are gathered for forward and backward pass, with their gradients.
         layer = text.hidden_size * (2 * attention + keys_and_values) + text.mlp_weights
         # Every device has all weights of the trained vision tower, and their gradient.
@@ -480,24 +475,22 @@ class _Memory:
         return self.rl_state + self.engine_weights + call + engine.cache_tokens * self.token
 
     def _largest_call(self, sizes: EngineSizes) -> float:
-        """Return what a call of prefill computes of a layer beside its visual vectors and new keys
-        and values; on GPUs, what decoding takes if that is more."""
-        text, token, tokens = self.config.text, self.token, sizes.bank_tokens
-        numbers = 2 * text.hidden_size + text.dispatched + text.mlp_width / self.engine_devices
-        prefill = round_up(tokens, CHUNK) * self.vector
-        prefill += tokens * (numbers * self.itemsize + token)
+        """Return what prefill takes beside the pages: its visual vectors, and what it computes of a
+        layer; or what decoding takes, if that is more."""
+        text, tokens, own = self.config.text, sizes.prefill_tokens, self.engine_devices
+        queries = text.num_attention_heads * text.head_dim
+        numbers = 2 * text.hidden_size + text.dispatched + (text.mlp_width + queries) / own
+        # Visual vectors are copied to another layout.
+        prefill = 2 * round_up(tokens, CHUNK) * self.vector + tokens * numbers * self.itemsize
+        logits = 16 * sizes.slots * text.vocab_size / own
         if self.devices.tpu:
-            # The keys and values of all layers are joined at the end.
-            return prefill + tokens * token
-        # XLA has more of a layer at a time, and the scores of a chunk of queries.
-        reads = max(sizes.rows(width) * (width + sizes.steps) for width in sizes.row_lengths)
+            # So are, in decoding, the weights of queries, keys and values.
+            heads = queries + 2 * text.num_key_value_heads * text.head_dim
+            weights = text.num_hidden_layers * text.hidden_size * heads
+            return max(prefill, logits + weights * self.itemsize / own)
+        # XLA has more of a layer at a time, and decoding copies all weights.
         prefill += tokens * (3 * text.mlp_width + 6 * text.hidden_size) * self.itemsize
-        prefill += 8 * QUERY_CHUNK * text.num_attention_heads * (tokens + reads)
-        # Decoding gathers pages and splits keys from values, and has logits. All calls have copies
-        # of shared prompts and of the weights.
-        decode = 3 * reads * token + 16 * sizes.slots * text.vocab_size
-        shared = sizes.slots // sizes.rows_per_prefix * sum(sizes.prefix_lengths)
-        return max(prefill, decode) + shared * token + self.engine_copy
+        return max(prefill, logits + self.engine_copy)
 
 
 # --- the command ---

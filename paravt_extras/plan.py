@@ -180,7 +180,7 @@ def reference_lowerings(planned: PlannedModel, step: PlannedStep) -> Iterator[Lo
 
 
 class PlannedEngine:
-    """The engine of a host, asleep. It decodes on pages, if the devices are TPUs.
+    """The engine of a host, asleep.
 
     Args:
         planned: The model of the run.
@@ -200,8 +200,8 @@ class PlannedEngine:
         self.shares = stay(frozen, hosts, dtype)
         model = abstract_model(planned.config, dtype=dtype)
         model.text = nnx.merge(planned.skeleton.graph, self.weights, self.base)
-        sizes = dataclasses.replace(planned.run.engine_sizes, paged=host[0].platform == "tpu")
-        self.lowerings: Any = list(ModelRunner(model, sizes).lowerings((self.weights, self.base)))
+        runner = ModelRunner(model, planned.run.engine_sizes)
+        self.lowerings: Any = list(runner.lowerings((self.weights, self.base)))
         # Every program has the same pool.
         self.pool = self.lowerings[0].args[1]
         sync = MeshProgram(make_sync(self.text, hosts, dtype), planned.mesh)

@@ -66,7 +66,7 @@ from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
 from rollout.engine.requests import run
-from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
+from rollout.engine.settings import crop_tokens, overview_tokens, sizes_for_single_episodes
 from rollout.report.episode_card import episode_page
 from rollout.report.templates import seconds
 

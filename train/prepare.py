@@ -49,7 +49,7 @@ from paravt_jax.world import videos as world_videos
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from paravt_jax.world.vocabulary import world_vocabulary
-from rollout.engine.sizing import overview_tokens
+from rollout.engine.settings import overview_tokens
 from train.cli import parse
 from train.data import Data, hold_out
 from train.model_folder import copy_tokenizer

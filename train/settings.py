@@ -25,8 +25,7 @@ from paravt_jax.world import text as small_world
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Dispatch, EpisodeSettings
-from rollout.engine.settings import EngineSizes
-from rollout.engine.sizing import LABEL_TOKENS, EngineSettings, engine_sizes, lengths
+from rollout.engine.settings import LABEL_TOKENS, EngineSettings, EngineSizes, engine_sizes, lengths
 from train.learn.align import AlignSettings
 from train.learn.packing import StepShape
 from train.learn.rl_settings import RLSettings

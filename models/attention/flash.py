@@ -61,11 +61,10 @@ def attend(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k h"],
-    prefix: None,
     layout: RowLayout,
     interpret: bool,
 ) -> Float[Array, "b t n h"]:
-    """Compute `attention.attend` of packed rows, which are causal and have no prefix."""
+    """Compute `attention.attend` of packed rows, which are causal."""
     b, t, n, h = q.shape
     kv = k.shape[2]
     tile = min(TILE, -(-t // LANES) * LANES)

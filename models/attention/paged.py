@@ -1,9 +1,23 @@
-"""A paged KV cache for decoding on TPU, with Pallas' ragged paged attention kernel.
+"""A KV cache on pages: sequences of any length, and beginnings that several of them share.
 
-The kernel reads pages in place. On other platforms, and for arrays that `supports` excludes, the
-pages of every row are gathered and XLA attends to them: portable, and the kernel's reference in
-tests, but every token reads the pages twice. On a mesh, kv heads are sharded over `tensor` and rows
-are whole on every device. The pool is updated in place if the caller donates it.
+A call takes new tokens of some jobs. In prefill, a job is a run of consecutive tokens of a
+sequence; in decoding, the next token of a sequence, or its next token and drafts of those after it.
+Every job has a table of pages, and every token of it an offset in that table:
+
+    pages     7 [a b c d]   2 [e f g h]   9 [i . . .]      a job: table 7 2 9, tokens j k
+    offsets                                   j k          j sees a .. j, and k sees a .. k
+
+The keys and values of all new tokens are written to their pages before any of them attends. So it
+does not matter how tokens are dealt to jobs and calls.
+
+In decoding, jobs that begin alike can read their common pages together (`SharedPages`). Their
+tokens attend to the shared part and to their own part apart, and the two are merged.
+
+The pages are read in place by a kernel: Pallas on TPU (`paged_tpu`) and on GPU (`paged_triton`).
+Elsewhere, and for arrays that a kernel does not support, XLA gathers some pages at a time. The work
+always follows the real lengths: no length is a compiled size. On a mesh, kv heads are sharded over
+`tensor`, and the rest is whole on every device. The pool is updated in place if the caller donates
+it.
 """
 
 from __future__ import annotations
@@ -13,135 +27,210 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from models.attention.target import platform
+from models.attention import paged_tpu, paged_triton
+from models.attention.target import MASKED, Partial, merge, platform
 
-# Tokens that the kernel fetches at a time.
-BLOCK = 512
-# Rows that the kernel takes at a time. Each query is multiplied with the keys of all these rows.
-QUERIES = 8
+# Without a kernel: tokens of a table that are gathered at a time, and queries that attend to them
+# together. On a CPU, larger blocks leave its caches.
+BLOCK = 64
+QUERIES = 64
 
-# Shardings of the pool [layers, pages, tokens, kv heads, head_dim], of queries, keys and values
-# [rows, heads, head_dim], and of all other arrays.
+# Shardings of the pool, of queries, keys and values [n, heads, head_dim], and of all other arrays.
 _POOL = PartitionSpec(None, None, None, "tensor")
 _HEADS = PartitionSpec(None, "tensor")
 _WHOLE = PartitionSpec()
 
 
+class SharedPages(NamedTuple):
+    """Pages that groups of jobs read together. A group has s tokens: those of the same number of
+    consecutive jobs."""
+
+    tables: Int[Array, "g m"]
+    limits: Int[Array, "g s"]
+    """Tokens that each token of a group sees on its pages; 0: its job has no part in them."""
+
+
 class PagedCache(NamedTuple):
-    """One pool of pages for all layers, a page table per row, and each row's length in tokens.
+    """One pool of pages for all layers, and the jobs of a call. The call has j * t tokens.
 
-        pages    [l, P, u, c, h]   P pages of u tokens in each layer; c = 2 * kv heads, in the
-                                   order k0 v0 k1 v1 ...
-        tables   [b, m]            numbers of a row's pages, in order
-        lengths  [b]
-
-    A row's next token takes slot `length % u` of page `tables[row, length // u]`. That page is
-    written even if the row does not advance, so no other row may need what it holds. (Idle rows
-    share a page that holds nothing.) Entries of `tables` after a row's pages are never used, but
-    must be numbers of pages. If all pages of a row are full, nothing is written.
+    The keys of a head on a page, and its values, are neighbours: [u, h].
     """
 
-    pages: Float[Array, "l P u c h"]
-    tables: Int[Array, "b m"]
-    lengths: Int[Array, " b"]
-
-    # All layers are in one pool, so their numbers are traced and the decode loop over layers is a
-    # scan. (An attribute of the class, not a field.)
-    stacked = True
+    pages: Float[Array, "l P 2 k u h"]
+    """P pages of u tokens in each layer: keys, then values, of k heads."""
+    tables: Int[Array, "j m"]
+    """Each job's pages, in order; behind the shared ones, if there are any. Entries after its pages
+    are not used, but must be numbers of pages."""
+    offsets: Int[Array, "j t"]
+    """Where each token goes, counted from the beginning of the table. -1: it does not exist. Beyond
+    the table nothing is written."""
+    shared: SharedPages | None = None
 
     def attend(
         self,
         layer: int | Int[Array, ""],
-        q: Float[Array, "b n h"],
-        k: Float[Array, "b k h"],
-        v: Float[Array, "b k h"],
-    ) -> tuple[Float[Array, "b n h"], PagedCache]:
-        """Return the attention of one token per row in one layer, and the cache with its key and
-        value."""
+        q: Float[Array, "n q h"],
+        k: Float[Array, "n k h"],
+        v: Float[Array, "n k h"],
+    ) -> tuple[Float[Array, "n q h"], PagedCache]:
+        """Write the tokens' keys and values in one layer, then attend to all that they see.
+
+        Returns:
+            The attention of every token, 0 where it does not exist, and the cache with the tokens.
+        """
         mesh = jax.sharding.get_abstract_mesh()
         on_mesh = not (mesh.empty or mesh.are_all_axes_manual)
-        devices = mesh.shape["tensor"] if on_mesh else 1
-        use_kernel = platform() == "tpu" and supports(self.pages, devices)
-        token = functools.partial(_attend_token, kernel=use_kernel)
-        if on_mesh and k.shape[1] % devices == 0:
-            specs = ((_POOL, _WHOLE, _WHOLE), _WHOLE, _HEADS, _HEADS, _HEADS)
-            token = jax.shard_map(token, in_specs=specs, out_specs=(_HEADS, _POOL), check_vma=False)
-        attended, pages = token((self.pages, self.tables, self.lengths), layer, q, k, v)
+        attend = _attend
+        if on_mesh and k.shape[1] % mesh.shape["tensor"] == 0:
+            # The compiler cannot shard kernels.
+            cache = jax.tree.map(lambda _: _WHOLE, self)._replace(pages=_POOL)
+            specs = (cache, _WHOLE, _HEADS, _HEADS, _HEADS)
+            attend = jax.shard_map(
+                attend, in_specs=specs, out_specs=(_HEADS, _POOL), check_vma=False
+            )
+        attended, pages = attend(self, jnp.asarray(layer), q, k, v)
         return attended, self._replace(pages=pages)
 
-    def advance(self, active: Bool[Array | np.ndarray, " b"]) -> PagedCache:
-        """Keep the token in `active` rows. The next token overwrites it in the others."""
-        return self._replace(lengths=self.lengths + active)
 
-
-def supports(pages: Float[Array | jax.ShapeDtypeStruct, "l P u c h"], devices: int) -> bool:
-    """Return whether the kernel can take this pool, with kv heads over `devices` devices.
-
-    It needs bfloat16 or float32, heads of 128, and a number of kv heads per device that fills
-    tiles: 1, 2, 4 or a multiple of 8 (in float32: 1, 2 or a multiple of 4).
-    """
-    c, h = pages.shape[3:]
-    heads, rest = divmod(c // 2, devices)
-    # 32-bit words of one token's keys and values at one index of head_dim: what a tile holds.
-    words = heads * pages.dtype.itemsize // 2
-    fills_tiles = words in (1, 2, 4) or words % 8 == 0
-    return pages.dtype in (jnp.bfloat16, jnp.float32) and h == 128 and not rest and fills_tiles
-
-
-def _attend_token(
-    cache: tuple[Float[Array, "l P u c h"], Int[Array, "b m"], Int[Array, " b"]],
-    layer: int | Int[Array, ""],
-    q: Float[Array, "b n h"],
-    k: Float[Array, "b k h"],
-    v: Float[Array, "b k h"],
-    *,
-    kernel: bool,
-) -> tuple[Float[Array, "b n h"], Float[Array, "l P u c h"]]:
-    """Write keys and values on one device, then attend to them and to all earlier ones.
-
-    The cache is given as pages, tables and lengths.
-    """
-    pages, tables, lengths = cache
-    b, m = tables.shape
-    _, count, u, c, h = pages.shape
-    # A row without room looks beyond its table and gets the page number `count`. There is no such
-    # page, so its write is dropped.
-    page = tables.at[jnp.arange(b), lengths // u].get(mode="fill", fill_value=count)
-    both = jnp.stack([k, v], axis=2).reshape(b, c, h).astype(pages.dtype)
-    pages = pages.at[layer, page, lengths % u].set(both, mode="drop")
+def _attend(
+    cache: PagedCache,
+    layer: Int[Array, ""],
+    q: Float[Array, "n q h"],
+    k: Float[Array, "n k h"],
+    v: Float[Array, "n k h"],
+) -> tuple[Float[Array, "n q h"], Float[Array, "l P 2 k u h"]]:
+    """Attend on one device. Return the attention and the pool."""
+    count, u = cache.pages.shape[1], cache.pages.shape[4]
+    columns = cache.offsets // u
+    exists = (cache.offsets >= 0) & (columns < cache.tables.shape[1])
+    numbers = jnp.take_along_axis(cache.tables, jnp.where(exists, columns, 0), axis=1)
+    # Tokens that do not exist get a page that does not exist either, and are not written.
+    numbers = jnp.where(exists, numbers, count).reshape(-1)
+    pages = _write(cache.pages, layer, k, v, numbers, cache.offsets.reshape(-1) % u)
     # A layer's pages are a range of the flattened pool. Shifting the page numbers costs nothing,
     # while slicing the pool would copy it.
-    pool = pages.reshape(-1, u, c, h)
-    numbers = tables + layer * count
-    # The new token counts too, unless the row had no room for it.
-    seen = jnp.minimum(lengths + 1, m * u)
-    queries = q.astype(pages.dtype)
-    if kernel:
-        # Query offsets of the ragged batch: one query per row.
-        ends = jnp.arange(b + 1, dtype=jnp.int32)
-        out = ragged_paged_attention(
-            queries,
-            pool,
-            seen,
-            numbers,
-            ends,
-            ends[b:],
-            sm_scale=h**-0.5,
-            num_kv_pages_per_block=min(m, max(1, BLOCK // u)),
-            num_queries_per_block=min(b, QUERIES),
+    first = layer * count
+    pool = pages.reshape(-1, *pages.shape[2:])
+    queries = q.astype(pool.dtype)
+
+    def over(tables: Int[Array, "j m"], limits: Int[Array, "j t"]) -> Partial:
+        jobs = queries.reshape(*limits.shape, *q.shape[1:])
+        attended = _over_pages(jobs, pool, tables, limits)
+        return Partial(*(x.reshape(len(q), *x.shape[2:]) for x in attended))
+
+    # A token sees itself.
+    total = over(cache.tables + first, jnp.where(exists, cache.offsets + 1, 0))
+    if cache.shared is not None:
+        common = over(cache.shared.tables + first, cache.shared.limits)
+        total = merge(*map(jnp.stack, zip(total, common, strict=True)))
+    return total.out.astype(q.dtype), pages
+
+
+def _write(
+    pages: Float[Array, "l P 2 k u h"],
+    layer: Int[Array, ""],
+    k: Float[Array, "n k h"],
+    v: Float[Array, "n k h"],
+    numbers: Int[Array, " n"],
+    slots: Int[Array, " n"],
+) -> Float[Array, "l P 2 k u h"]:
+    """Write each token to a slot of the layer's page of its number."""
+    pool = pages.reshape(-1, *pages.shape[2:])
+    if platform() == "tpu" and paged_tpu.supports(pool):
+        count = pages.shape[1]
+        numbers = jnp.where(numbers < count, layer * count + numbers, len(pool))
+        return paged_tpu.write(pool, k, v, numbers, slots, interpret=False).reshape(pages.shape)
+    both = jnp.stack([k, v], axis=1).astype(pages.dtype)
+    # By rows of a head: otherwise the compiler for TPU copies the pool into another layout. Not to
+    # the flattened pool: with one kv head, the compiler for CPU would copy that.
+    kinds, heads = jnp.arange(2)[None, :, None], jnp.arange(k.shape[1])[None, None]
+    numbers, slots = numbers[:, None, None], slots[:, None, None]
+    return pages.at[layer, numbers, kinds, heads, slots].set(both, mode="drop")
+
+
+def _over_pages(
+    q: Float[Array, "j t n h"],
+    pages: Float[Array, "x 2 k u h"],
+    tables: Int[Array, "j m"],
+    limits: Int[Array, "j t"],
+) -> Partial:
+    """Attend to the first `limits` tokens of each job's table, with the platform's kernel."""
+    for name, kernel in (("tpu", paged_tpu), ("gpu", paged_triton)):
+        if platform() == name and kernel.supports(pages):
+            return kernel.attend(q, pages, tables, limits, interpret=False)
+    j, t = limits.shape
+    at_once = max(1, QUERIES // t)
+    if j <= at_once:
+        return _xla(pages, q, tables, limits)
+    # A batch of jobs at a time: its work follows the longest of its own.
+    batches = -(-j // at_once)
+    padding = batches * at_once - j
+
+    def batched(x: Array) -> Array:
+        x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(batches, at_once, *x.shape[1:])
+
+    one = functools.partial(_xla, pages)
+    out = jax.lax.map(lambda job: one(*job), (batched(q), batched(tables), batched(limits)))
+    return Partial(*(x.reshape(-1, *x.shape[2:])[:j] for x in out))
+
+
+def _xla(
+    pages: Float[Array, "x 2 k u h"],
+    q: Float[Array, "j t n h"],
+    tables: Int[Array, "j m"],
+    limits: Int[Array, "j t"],
+) -> Partial:
+    """Attend to blocks of pages, one after the other, up to the largest limit."""
+    j, t, n, h = q.shape
+    x, _, k, u, _ = pages.shape
+    r = n // k
+    # [j, t, n, h] -> [j * k, t * r, h]: the queries of a kv head are the rows of one product.
+    queries = (q * h**-0.5).reshape(j, t, k, r, h).transpose(0, 2, 1, 3, 4).reshape(j * k, t * r, h)
+    block = max(1, BLOCK // u)
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % block)))
+    flat = pages.reshape(2 * x, k * u * h)
+
+    def gathered(numbers: Int[Array, "j b"]) -> Float[Array, "jk s h"]:
+        """Return some pages of every job, their tokens joined."""
+        kv = flat.at[numbers].get(mode="promise_in_bounds").reshape(j, block, k, u, h)
+        return kv.swapaxes(1, 2).reshape(j * k, block * u, h)
+
+    def add_block(number: Int[Array, ""], total: tuple[Array, Array, Array]):
+        values, weights, before = total
+        numbers = 2 * jax.lax.dynamic_slice_in_dim(tables, number * block, block, axis=1)
+        offsets = number * block * u + jnp.arange(block * u)
+        seen = offsets[None, None] < limits[:, :, None]
+        # [j, t, s] -> [j * k, t * r, s]
+        shape = (j, k, t, r, block * u)
+        mask = jnp.broadcast_to(seen[:, None, :, None], shape).reshape(j * k, t * r, -1)
+        scores = jnp.einsum(
+            "brh,bsh->brs", queries, gathered(numbers), preferred_element_type=jnp.float32
         )
-    else:
-        kv = pool[numbers].reshape(b, m * u, c, h)
-        out = jax.nn.dot_product_attention(
-            queries[:, None],
-            kv[:, :, 0::2],
-            kv[:, :, 1::2],
-            key_value_seq_lengths=seen,
-            implementation="xla",
-        )[:, 0]
-    return out.astype(q.dtype), pages
+        scores = jnp.where(mask, scores, MASKED)
+        top = jnp.maximum(before, scores.max(-1))
+        # Exact zeros: a query may see nothing of this block, or nothing at all.
+        shares = jnp.where(mask, jnp.exp(scores - top[..., None]), 0)
+        # What lies behind the last token may be anything, even NaN, which survives a weight of 0.
+        anywhere = jnp.repeat(seen.any(1), k, axis=0)[..., None]
+        v = jnp.where(anywhere, gathered(numbers + 1), 0)
+        more = jnp.einsum(
+            "brs,bsh->brh", shares.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
+        shrink = jnp.exp(before - top)
+        return values * shrink[..., None] + more, weights * shrink + shares.sum(-1), top
+
+    nothing = jnp.zeros(queries.shape, jnp.float32)
+    start = (nothing, nothing[..., 0], jnp.full_like(nothing[..., 0], MASKED))
+    blocks = (limits.max() + block * u - 1) // (block * u)
+    values, weights, top = jax.lax.fori_loop(0, blocks, add_block, start)
+    some = jnp.maximum(weights, jnp.finfo(jnp.float32).tiny)
+
+    def by_token(x: Float[Array, "jk tr ..."]) -> Float[Array, "j t n ..."]:
+        return x.reshape(j, k, t, r, *x.shape[2:]).swapaxes(1, 2).reshape(j, t, n, *x.shape[2:])
+
+    logsumexp = jnp.where(weights > 0, top + jnp.log(some), MASKED)
+    return Partial(by_token(values / some[..., None]), by_token(logsumexp))

@@ -47,14 +47,11 @@ SUBLANES, LANES = 8, 128
 TOKENS = 128
 
 
-def supports(
-    q: Float[Array | jax.ShapeDtypeStruct, "j t n h"],
-    pages: Float[Array | jax.ShapeDtypeStruct, "x 2 k u h"],
-) -> bool:
-    """Return whether the kernel can take these arrays: bfloat16 or float32, heads of 128, and pages
-    of whole tiles."""
-    tiles = pages.shape[3] % 16 == 0 and q.shape[3] == LANES
-    return tiles and q.dtype == pages.dtype and q.dtype in (jnp.bfloat16, jnp.float32)
+def supports(pages: Float[Array | jax.ShapeDtypeStruct, "x 2 k u h"]) -> bool:
+    """Return whether the kernels can take these pages and queries of their type: bfloat16 or
+    float32, heads of 128, and pages of whole tiles."""
+    tiles = pages.shape[3] % 16 == 0 and pages.shape[4] == LANES
+    return tiles and pages.dtype in (jnp.bfloat16, jnp.float32)
 
 
 def attend(

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from models.attention.target import MASKED, Partial
+from models.attention.target import MASKED, Partial, merge
 
 # Keys that a program takes at a time. A page may be smaller or larger.
 BLOCK = 64
@@ -38,14 +38,10 @@ STAGES = 5
 LOG2_E = math.log2(math.e)
 
 
-def supports(
-    q: Float[Array | jax.ShapeDtypeStruct, "j t n h"],
-    pages: Float[Array | jax.ShapeDtypeStruct, "x 2 k u h"],
-) -> bool:
-    """Return whether the kernel can take these arrays, which need the same type of 16 bits and
-    heads of a power of two."""
-    types = (jnp.bfloat16, jnp.float16)
-    return q.dtype == pages.dtype and q.dtype in types and q.shape[3] in (16, 32, 64, 128)
+def supports(pages: Float[Array | jax.ShapeDtypeStruct, "x 2 k u h"]) -> bool:
+    """Return whether the kernel can take these pages and queries of their type, which needs 16
+    bits, and heads of a power of two."""
+    return pages.dtype in (jnp.bfloat16, jnp.float16) and pages.shape[4] in (16, 32, 64, 128)
 
 
 def attend(
@@ -87,10 +83,12 @@ def attend(
         interpret=interpret,
         name="paged_attention",
     )(rows, pages, tables, row_limits)
-    merged = _merge(*(x[:, :, :, :used] for x in parts))
-    # [j, k, r, ...] -> [j, t, k, sharing, ...]
-    out, logsumexp = (x.reshape(j, k, t, sharing, *x.shape[3:]).swapaxes(1, 2) for x in merged)
-    return Partial(out.reshape(j, t, n, h), logsumexp.reshape(j, t, n))
+    # [s, j, k, r, ...] -> [s, j, t, n, ...]
+    parts = (
+        x[:, :, :, :used].reshape(shares, j, k, t, sharing, *x.shape[4:]).swapaxes(2, 3)
+        for x in parts
+    )
+    return merge(*(x.reshape(shares, j, t, n, *x.shape[5:]) for x in parts))
 
 
 def _shares(heads: int, tiles: int, keys: int) -> int:
@@ -105,17 +103,6 @@ def _shares(heads: int, tiles: int, keys: int) -> int:
     if tiles == 1:
         shares = max(shares, pl.cdiv(keys, SPAN))
     return min(shares, pl.cdiv(keys, BLOCK))
-
-
-def _merge(
-    out: Float[Array, "s j k r h"], logsumexp: Float[Array, "s j k r"]
-) -> tuple[Float[Array, "j k r h"], Float[Array, "j k r"]]:
-    """Merge the parts of all shares."""
-    total = jax.nn.logsumexp(logsumexp, axis=0)
-    weights = jnp.exp(logsumexp - total[None])[..., None]
-    # What a row without keys has in `out` was never written: NaN * 0 is NaN.
-    written = jnp.where(logsumexp[..., None] > MASKED, out, 0)
-    return jnp.sum(written * weights, axis=0), total
 
 
 def _dot(a: Array, b: Array, contract: int) -> Float[Array, "_ _"]:

@@ -25,7 +25,6 @@ from models.attention.target import RowLayout
 from models.sharding import BATCH, current_mesh, on_devices, row_axes, row_devices
 
 Kernel = Callable[..., Float[Array, "b t n h"]]
-Prefix = tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]]
 
 
 def fits(
@@ -51,7 +50,6 @@ def attend(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k h"],
-    prefix: Prefix | None,
     layout: RowLayout,
 ) -> Float[Array, "b t n h"]:
     """Run `kernel` on every device of the current mesh."""
@@ -60,16 +58,16 @@ def attend(
     # If kv heads do not divide over `tensor`, the smallest number of copies of each that does.
     copies = math.lcm(k.shape[2], mesh.shape["tensor"]) // k.shape[2]
     if copies > 1:
-        k, v, prefix = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=2), (k, v, prefix))
+        k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
     # blocks[i]: the row devices that hold the pieces of sequence i, in order.
     blocks = [[*range(first, first + pieces)] for first in range(0, row_devices(mesh), pieces)]
 
-    def local(q, k, v, prefix, layout):
+    def local(q, k, v, layout):
         if pieces > 1:
             return _attend_in_pieces(kernel, (q, k, v), layout, row_axes(mesh), blocks)
-        return kernel(q, k, v, prefix, layout)
+        return kernel(q, k, v, layout)
 
-    arrays = (q, k, v, prefix, layout)
+    arrays = (q, k, v, layout)
     # [rows, positions, heads, head_dim], [rows, positions] and [rows]
     heads = PartitionSpec(*BATCH, None, "tensor")
     specs = jax.tree.map(lambda x: heads if x.ndim == 4 else BATCH, arrays)
@@ -103,4 +101,4 @@ def _attend_in_pieces(
         v = jnp.repeat(v, pieces // kv_heads, axis=2)
     # [1, t, n, h] -> [1, pieces * t, n / pieces, h], and back.
     q, k, v = (exchange(x, 2, 1) for x in (q, k, v))
-    return exchange(kernel(q, k, v, None, layout), 1, 2)
+    return exchange(kernel(q, k, v, layout), 1, 2)

@@ -45,10 +45,7 @@ class RowLayout:
     """
 
     segments: Int[Array | np.ndarray, "b t"] | None = None
-    """A token sees tokens of the same segment; None: of its whole row. Behind a prefix a row is one
-    segment, where 0 is padding and any other number is valid."""
-    prefix_mask: Bool[Array | np.ndarray, "b s"] | None = None
-    """Which positions of the prefix are valid; None: all."""
+    """A token sees tokens of the same segment; None: of its whole row."""
     starts: Int[Array | np.ndarray, "b t"] | None = None
     """Packed rows: the position where the token's own segment, or prompt, begins. Positions count
     from the beginning of the row, or of its first piece."""
@@ -70,16 +67,13 @@ class RowLayout:
             self, segments=pad_rows(self.segments, tile), starts=pad_rows(self.starts, tile)
         )
 
-    def check(self, prefix: bool) -> None:
-        """Raise ValueError for fields that contradict each other or the prefix."""
+    def check(self) -> None:
+        """Raise ValueError for fields that contradict each other."""
         arrays = (self.segments, self.starts, self.shared)
-        packed_fits = self.causal and not prefix and all(x is not None for x in arrays)
-        prefix_fits = self.causal and self.pieces == 1
-        if (self.packed and not packed_fits) or (prefix and not prefix_fits):
+        if self.packed and not (self.causal and all(x is not None for x in arrays)):
             raise ValueError(
-                "layout: packed rows need segments, starts and shared, are causal and have no "
-                "prefix; a prefix comes before whole causal rows; pass all three, leave causal "
-                "True, and put a prefix of packed rows or of pieces into the rows"
+                "layout: packed rows need segments, starts and shared, and are causal; pass all "
+                "three and leave causal True"
             )
 
     def attributes(self) -> tuple[Array, Array, Array]:
@@ -108,6 +102,15 @@ class Partial(NamedTuple):
     """In float32, normalised over the keys that a query sees; 0 where it sees none."""
     logsumexp: Float[Array, "j t n"]
     """Natural logarithm of the sum of exp(score), in float32; MASKED where a query sees no key."""
+
+
+def merge(out: Float[Array, "s *b h"], logsumexp: Float[Array, "s *b"]) -> Partial:
+    """Return attention to the keys of s parts, joined."""
+    total = jax.nn.logsumexp(logsumexp, axis=0)
+    shares = jnp.exp(logsumexp - total[None])[..., None]
+    # A part without keys may not have been written: NaN * 0 is NaN.
+    written = jnp.where(logsumexp[..., None] > MASKED, out, 0)
+    return Partial(jnp.sum(written * shares, axis=0), total)
 
 
 def platform() -> str:
@@ -145,9 +148,15 @@ def visible_tiles(layout: RowLayout, queries: int, keys: int) -> Bool[Array, "b 
         return smallest, jnp.where(counted, x, -1).reshape(b, -1, size).max(-1)
 
     first_group, last_group = (x[:, :, None] for x in ends(segments, valid, queries))
-    first_prompt, last_prompt = (x[:, None] for x in ends(segments, prompt, keys))
+    first_key, last_key = (x[:, None] for x in ends(segments, valid, keys))
+    same = (first_key <= last_group) & (first_group <= last_key)
     query = jnp.arange(0, t, queries)[None, :, None]
     key = jnp.arange(0, t, keys)[None, None]
-    first_own = jnp.minimum(query, ends(starts, valid, queries)[0][:, :, None])
+    earlier = key < query + queries
+    at_itself = earlier & (key + keys > query)
+    if not layout.causal:
+        return same | at_itself
+    first_prompt, last_prompt = (x[:, None] for x in ends(segments, prompt, keys))
+    first_own = ends(starts, valid, queries)[0][:, :, None]
     prompts = (first_prompt <= last_group) & (first_group <= last_prompt)
-    return (key < query + queries) & (prompts | (key + keys > first_own))
+    return at_itself | (earlier & (prompts | (same & (key + keys > first_own))))

@@ -59,11 +59,10 @@ def attend(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k h"],
-    prefix: None,
     layout: RowLayout,
     interpret: bool,
 ) -> Float[Array, "b t n h"]:
-    """Compute `attention.attend` of packed rows, which are causal and have no prefix."""
+    """Compute `attention.attend` of packed rows, which are causal."""
     queries, keys, values = (pad_rows(x, TILE).swapaxes(1, 2) for x in (q, k, v))
     out: Any = _attend(queries, keys, values, _schedule(layout.padded(TILE)), interpret)
     return out.swapaxes(1, 2)[:, : q.shape[1]]

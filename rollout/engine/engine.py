@@ -4,7 +4,7 @@ The package docstring has a reading order. `Engine.step` does one round of the s
 
     expire   finish samples whose deadline has passed
     admit    give waiting sequences a slot and pages, and prefill them
-    decode   up to `settings.steps` tokens for every running sequence
+    decode   some tokens for every running sequence, in up to `settings.steps` steps
 
 Main agents and sub-agents run side by side in the same slots. A prefix that sequences have in
 common is computed once, and stays on its pages across the turns of an episode.
@@ -14,8 +14,8 @@ wait, but never fails a sequence that already runs.
 
 What a sample depends on: every row of the programs draws with its request's seed and its own
 count of tokens (`sampling`), and attends to its own tokens only. So a sample's tokens depend on the
-request and the seed, not on what else is asked. The exception is rounding: how many rows a program
-has, and how long they are, changes the order of sums. In bfloat16 that can change a token. The same
+request and the seed, not on what else is asked. The exception is rounding: which rows share a call,
+and how long they are, changes the order of sums. In bfloat16 that can change a token. The same
 requests in the same order, from an empty cache and without deadlines, go through the same programs
 and repeat bit for bit.
 
@@ -30,7 +30,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -46,9 +46,9 @@ from paravt_jax.method.records import digest
 from rollout.engine.pages import PageTree, page_count
 from rollout.engine.programs import MOST_STOP_IDS, difference
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
-from rollout.engine.runner import Decoded, ModelRunner
+from rollout.engine.runner import Decoded, ModelRunner, Text
 from rollout.engine.sequences import EngineSequence, make_prompt, no_vectors
-from rollout.engine.settings import EngineSizes
+from rollout.engine.settings import EngineSizes, round_up
 
 _Admission = Literal["admitted", "ended", "waits for its prefix", "waits for room"]
 
@@ -95,6 +95,8 @@ class Engine:
         self.unanswered: dict[int, Sample | None] = {}
         self.weights: tuple[Any, Any] | None = None
         self.version = 0
+        # The newest responses, of which others may say the same.
+        self._texts: collections.deque[Text] = collections.deque(maxlen=settings.slots)
         self._tickets = itertools.count()
         _, weights, self._frozen = split(model.text)
         self._weight_shapes = jax.tree.map(abstract, weights)
@@ -205,6 +207,7 @@ class Engine:
     def forget(self) -> None:
         """Empty the cache: later requests reuse nothing that was computed before."""
         self.tree.drop(self.version)
+        self._texts.clear()
         for sequence in self.running:
             sequence.forgotten = True
 
@@ -255,11 +258,11 @@ class Engine:
                 f"Request.ids: from {ids.min()} to {ids.max()}; "
                 f"give ids of the model's {words} tokens, 0 to {words - 1}"
             )
-        longest = self.settings.row_lengths[-1]
+        longest = self.settings.longest
         if len(ids) + sampling.max_new_tokens > longest:
             raise ValueError(
                 f"Request.ids: {len(ids)} tokens, and {sampling.max_new_tokens} new ones; "
-                f"EngineSizes.row_lengths ends at {longest}, "
+                f"EngineSizes.longest is {longest}, "
                 "make it longer, or lower the protocol's limits or the frames"
             )
         if len(sampling.stop_ids) > MOST_STOP_IDS:
@@ -303,6 +306,7 @@ class Engine:
             ids, logprobs, stop, versions, digest(sequence.ids), reason
         )
         if sequence in self.running:
+            self._texts.append(Text(sequence.full_pages(self.settings.page), sequence.drawn))
             self._leave(sequence)
 
     # --- pages ---
@@ -452,14 +456,13 @@ class Engine:
             self._finish(sequence, SampleStop.LENGTH)
             return "ended"
         self._match(sequence)
-        need = batch.need(sequence)
-        if need.beginning in batch.beginnings:
+        if batch.computes(sequence):
             # Another sequence of this batch computes the same tokens. Once they are on pages, this
             # one finds them there.
             self._return_pages(sequence)
             return "waits for its prefix"
         # Pages come last, because allocating may evict some that others could still use.
-        if not batch.has_row(need) or not self._take_pages(sequence):
+        if not batch.has_room(sequence) or not self._take_pages(sequence):
             self._return_pages(sequence)
             return "waits for room"
         try:
@@ -468,7 +471,7 @@ class Engine:
             self._return_pages(sequence)
             self._finish(sequence, SampleStop.UNREADABLE, error.reason)
             return "ended"
-        batch.reserve(need)
+        batch.reserve(sequence)
         return "admitted"
 
     def _visual(self, sequence: EngineSequence) -> Float[np.ndarray, "m c d"]:
@@ -496,7 +499,11 @@ class Engine:
         sequences = self.running[:]  # a list of its own, because `_finish` changes `running`
         if not sequences:
             return
-        results = self.runner.decode(sequences, self._loaded("step"))
+        running = [
+            Text(sequence.full_pages(self.settings.page), sequence.drawn) for sequence in sequences
+        ]
+        texts = [*self._texts, *running]
+        results = self.runner.decode(sequences, texts, self._loaded("step"))
         for sequence, decoded in zip(sequences, results, strict=True):
             self._extend(sequence, decoded)
 
@@ -512,56 +519,36 @@ class Engine:
             self._finish(sequence, SampleStop.LENGTH)
 
 
-class _Need(NamedTuple):
-    """The prefill program that a batch needs if a sequence joins it."""
-
-    beginning: tuple
-    """Identifies the tokens that the sequence computes first: the last cached page before them, and
-    up to one page of tokens."""
-    rows: int
-    """Rows that the sequence takes: 1, or 0 if the whole prompt is cached."""
-    length: int
-    """Row length of the program."""
-    before: int
-    """Cached tokens that a row of the program reads."""
-
-
 class _PrefillBatch:
-    """Sequences that are prefilled together, and the size of the program they need."""
+    """Sequences that are prefilled together.
+
+    They are as many as begin in one call: the last of them may need more calls.
+    """
 
     def __init__(self, settings: EngineSizes):
         self.settings = settings
         self.sequences: list[EngineSequence] = []
-        self.beginnings: set[tuple] = set()
-        self._length = 0
-        self._before = 0
+        self._beginnings: set[tuple] = set()
+        self._tokens = 0
 
-    def need(self, sequence: EngineSequence) -> _Need:
-        """Return the needs of the batch if `sequence` joins it."""
-        prompt = sequence.prompt
-        uncached = slice(sequence.computed, prompt.prefill_length)
-        missing = prompt.content[uncached]
-        visual = bool(prompt.visual[uncached].any())
+    def computes(self, sequence: EngineSequence) -> bool:
+        """Return whether a sequence of the batch computes the next tokens of this one."""
+        return self._beginning(sequence) in self._beginnings
+
+    def has_room(self, sequence: EngineSequence) -> bool:
+        """Return whether there is room for the next tokens of a sequence, if any are missing."""
+        return not sequence.missing or self._tokens < self.settings.prefill_tokens
+
+    def reserve(self, sequence: EngineSequence) -> None:
+        """Take the room of a sequence, in whole jobs."""
+        if sequence.missing:
+            self._beginnings.add(self._beginning(sequence))
+            self._tokens += round_up(sequence.missing, self.settings.page)
+
+    def _beginning(self, sequence: EngineSequence) -> tuple:
+        """Identify the next tokens: the last cached page before them, and up to one page of
+        them."""
         pages = sequence.shared_pages
-        return _Need(
-            beginning=(
-                pages[-1].serial if pages else None,
-                missing[: self.settings.page].tobytes(),
-            ),
-            rows=1 if len(missing) else 0,
-            length=max(self._length, self.settings.piece(len(missing), visual)),
-            before=max(self._before, sequence.computed),
-        )
-
-    def has_row(self, need: _Need) -> bool:
-        """Return whether a program of these sizes has a free row. With longer rows it has fewer."""
-        if not need.rows:
-            return True
-        return len(self.beginnings) < self.settings.prefill_rows(need.length, need.before)
-
-    def reserve(self, need: _Need) -> None:
-        """Take a row, if the sequence needs one."""
-        if need.rows:
-            self.beginnings.add(need.beginning)
-            self._length = need.length
-            self._before = need.before
+        end = min(sequence.computed + self.settings.page, sequence.prompt.prefill_length)
+        tokens = sequence.prompt.content[sequence.computed : end]
+        return pages[-1].serial if pages else None, tokens.tobytes()

@@ -1,24 +1,14 @@
 """Runs the compiled programs: fills their arrays from sequences, and returns the sampled tokens.
 
 `engine` decides which sequences run, and on which pages. The runner holds the device's memory: the
-pool of pages and the copies of shared prefixes, while the engine is awake. Arrays always have the
-shapes of `EngineSizes`; rows without a sequence are idle.
-
-Keys and values are in up to three places while decoding:
-
-    pool       all pages of all sequences, cached prompts included. On TPU, decoding reads and
-               writes it directly, through a table of pages per row.
-    rows       elsewhere, `decode` gathers the pages of each row into one dense cache, decodes some
-               tokens in it, and scatters them back to the pool.
-    prefixes   with a shared prefix, the rows of a block attend to one dense copy of it, and their
-               own dense cache holds only what follows. This saves memory traffic, not prefill.
+pool of pages, while the engine is awake. Arrays always have the shapes of `EngineSizes`; jobs and
+rows without a sequence are idle.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,11 +16,10 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from models.attention import platform
 from models.model import VisionLanguageModel
 from models.sharding import Lowering
-from rollout.engine.layout import Layout, Serials, choose_layout
-from rollout.engine.pages import Node
+from rollout.engine.drafts import build_history
+from rollout.engine.layout import Layout, Pages, choose_layout
 from rollout.engine.programs import (
     CHUNK,
     MOST_STOP_IDS,
@@ -39,13 +28,23 @@ from rollout.engine.programs import (
     Drawn,
     Pieces,
     Pool,
-    Prefixes,
     Programs,
-    pages_of,
 )
 from rollout.engine.sampling import Choices
 from rollout.engine.sequences import EngineSequence, no_vectors
 from rollout.engine.settings import EngineSizes
+
+# Drafts per row where the time of a step hardly depends on its tokens. In the tail of a step of the
+# small world, five give 2.3 to 2.8 tokens per step, and seven hardly more.
+DRAFTS = 5
+
+
+class Text(NamedTuple):
+    """A response that drafts may be taken from."""
+
+    pages: Pages
+    """The full pages that its sequence began with."""
+    ids: list[int]
 
 
 class Decoded(NamedTuple):
@@ -60,20 +59,16 @@ class ModelRunner:
 
     Attributes:
         pool: all pages; None while the engine sleeps.
-        prefixes: the copies of shared prefixes, by their padded length.
     """
 
     def __init__(self, model: VisionLanguageModel, settings: EngineSizes):
-        self._paged = platform() == "tpu" if settings.paged is None else settings.paged
-        # Where decoding reads the pages themselves, nothing is shared.
-        shared = () if self._paged else settings.prefix_lengths
-        self.settings = dataclasses.replace(settings, prefix_lengths=shared)
+        self.settings = settings
         self.pool: Pool | None = None
-        self.prefixes: dict[int, Prefixes] = {}
-        self._programs = Programs(model, settings.page, self._paged)
-        # The prefix in each block of `prefixes`, identified by serials. These are never reused; the
-        # page numbers of an evicted prefix may soon hold other content.
-        self._loaded: dict[int, list[Serials]] = {}
+        self._programs = Programs(model, settings.page)
+        usual = 0 if self._programs.platform == "cpu" else DRAFTS
+        self._drafts = usual if settings.drafts is None else settings.drafts
+        # Page tables have room for the longest sequence.
+        self._columns = -(-settings.longest // settings.page)
 
     def wake(self) -> None:
         """Allocate the pool, if `sleep` freed it."""
@@ -83,21 +78,17 @@ class ModelRunner:
     def sleep(self) -> None:
         """Free the device's memory."""
         self.pool = None
-        self.prefixes.clear()
-        self._loaded.clear()
 
     def warm_up(self, weights: Any) -> None:
         """Compile every program, by running each with idle rows only."""
         settings = self.settings
-        for length, before in self._prefill_sizes():
-            self._prefill([], length, before, weights)
+        for visual in (True, False):
+            self._prefill(_Call(settings, visual), weights)
         self._bank([np.zeros(self._programs.bank_shape(1), self._programs.dtype)])
         # Copy the page that is never allocated onto itself.
         self.copy([(settings.pages, settings.pages)])
-        for idle in self._idle_layouts():
-            if idle.prefix_length:
-                self._load_prefix(idle.prefix_length, 0, [])
-            self._run([], idle, weights)
+        for rows in self._row_counts():
+            self._run([], [], rows, weights)
 
     def lowerings(self, weights: Any) -> Iterator[Lowering]:
         """Return the programs that take long to compile: those for prefill and decoding.
@@ -107,35 +98,18 @@ class ModelRunner:
         """
         settings, programs = self.settings, self._programs
         pool = programs.abstract_pool(settings.pages)
-        for length, before in self._prefill_sizes():
-            pieces = self._pieces([], length, before)
-            bank = None
-            if not settings.only_text(length):
-                pieces, _ = _index_visual(pieces, [])
-                bank = programs.abstract_bank(settings.bank_tokens)
-            yield functools.partial(programs.prefill.lower, weights, pool, bank, pieces)
-        for idle in self._idle_layouts():
-            rows, prefixes = self._idle_rows(idle), None
-            if idle.prefix_length:
-                prefixes = programs.abstract_prefixes(len(idle.prefixes), idle.prefix_length)
-            static = {"steps": settings.steps, "width": idle.row_length}
-            yield functools.partial(programs.decode.lower, weights, pool, prefixes, rows, **static)
+        for visual in (True, False):
+            call = _Call(settings, visual)
+            bank = programs.abstract_bank(settings.prefill_tokens) if visual else None
+            yield functools.partial(programs.prefill.lower, weights, pool, bank, call.pieces)
+        for count in self._row_counts():
+            rows = self._idle_rows(count)
+            static = self._static(rows)
+            yield functools.partial(programs.decode.lower, weights, pool, rows, **static)
 
-    def _prefill_sizes(self) -> Iterator[tuple[int, int]]:
-        """Return tokens per row of each prefill program, and the cached tokens before them."""
-        settings = self.settings
-        return itertools.product(settings.prefill_lengths, (0, *settings.row_lengths))
-
-    def _idle_layouts(self) -> Iterator[Layout]:
-        """Return a layout of each decoding program, without sequences."""
-        settings = self.settings
-        for row_length in settings.row_lengths:
-            rows = self._rows(row_length)
-            blocks = rows // settings.rows_per_prefix
-            # Only programs with all slots share prefixes.
-            shares = rows == settings.slots
-            for prefix_length in (0, *settings.prefix_lengths) if shares else (0,):
-                yield Layout((None,) * rows, ((),) * blocks, prefix_length, row_length)
+    def _row_counts(self) -> set[int]:
+        """Return the rows of each decoding program."""
+        return {self._row_count(self.settings.slots), self._row_count(1)}
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages, from the first of each pair to the second."""
@@ -150,7 +124,7 @@ class ModelRunner:
             self.pool = self._programs.copy(self.pool, sources, targets)
 
     def prefill(self, sequences: Sequence[EngineSequence], weights: Any) -> int:
-        """Compute all prompt tokens that are missing, in several calls where they are long.
+        """Compute all prompt tokens that are missing, in several calls where there are many.
 
         Returns:
             How many tokens were computed.
@@ -160,104 +134,49 @@ class ModelRunner:
             todo = [sequence for sequence in sequences if sequence.missing]
             if not todo:
                 return total
+            jobs = sum(-(-sequence.missing // self.settings.page) for sequence in todo)
             visual = any(len(sequence.visual) for sequence in todo)
-            length = self.settings.piece(max(sequence.missing for sequence in todo), visual)
-            before = self.settings.width(max(sequence.computed for sequence in todo))
-            batch = todo[: self.settings.prefill_rows(length, before)]
-            lengths = self._prefill(batch, length, before, weights)
-            for sequence, count in zip(batch, lengths, strict=False):
-                _advance(sequence, count)
-                total += count
+            few = jobs * self.settings.page <= self.settings.text_tokens
+            call = _Call(self.settings, visual or not few)
+            for sequence in todo:
+                total += call.add(sequence)
+            self._prefill(call, weights)
 
-    def decode(self, sequences: Sequence[EngineSequence], weights: Any) -> list[Decoded]:
-        """Sample up to `settings.steps` tokens for each of at most `settings.slots` sequences."""
+    def decode(
+        self,
+        sequences: Sequence[EngineSequence],
+        texts: Sequence[Text],
+        weights: Any,
+    ) -> list[Decoded]:
+        """Sample tokens in up to `settings.steps` steps, for at most `settings.slots` sequences.
+
+        Args:
+            sequences: what is decoded.
+            texts: responses that drafts may be taken from, besides those of `sequences`.
+            weights: the text decoder's.
+        """
+        drawn, layout = self._run(sequences, texts, self._row_count(len(sequences)), weights)
         results = [Decoded([], [])] * len(sequences)
-        # Longest first: if one program cannot read all of them, sequences of similar length run
-        # together, so that short ones are not padded to the length of long ones.
-        order = sorted(range(len(sequences)), key=lambda n: -sequences[n].computed)
-        while order:
-            layout = self._layout([sequences[n] for n in order])
-            count = len(order)
-            if self._rows(layout.row_length) < self.settings.slots:
-                # Too many tokens to read at once. Run the longest ones, without shared prefixes.
-                longest = sequences[order[0]].computed
-                count = self._rows(self.settings.width(max(1, longest)))
-                layout = self._layout([sequences[n] for n in order[:count]], count)
-            batch = [sequences[n] for n in order[:count]]
-            self._load_prefixes(batch, layout)
-            drawn = self._run(batch, layout, weights)
-            for row, n in enumerate(layout.rows):
-                if n is not None:
-                    new = row, slice(drawn.counts[row])
-                    ids, logprobs = drawn.ids[new].tolist(), drawn.logprobs[new].tolist()
-                    results[order[n]] = Decoded(ids, logprobs)
-            order = order[count:]
+        for row, n in enumerate(layout.rows):
+            if n is not None:
+                new = row, slice(drawn.counts[row])
+                results[n] = Decoded(drawn.ids[new].tolist(), drawn.logprobs[new].tolist())
         return results
 
-    def _rows(self, width: int) -> int:
-        """Return the rows of a program that reads `width` tokens per row.
+    def _row_count(self, sequences: int) -> int:
+        """Return the rows of the decoding program for so many sequences."""
+        few = self.settings.few_rows
+        return few if sequences <= few else self.settings.slots
 
-        Paged decoding makes no copies, so its programs always have all slots.
-        """
-        return self.settings.slots if self._paged else self.settings.rows(width)
-
-    def _layout(self, sequences: Sequence[EngineSequence], rows: int | None = None) -> Layout:
-        """Lay out all slots with shared prefixes, or `rows` rows without them."""
-        size = self.settings.page
-        paths = [
-            tuple(node.serial for node in sequence.shared_pages if len(node.tokens) == size)
-            for sequence in sequences
-        ]
-        lengths = [sequence.computed for sequence in sequences]
-        return choose_layout(paths, lengths, self._loaded, self.settings, rows)
-
-    def _prefill(
-        self, sequences: Sequence[EngineSequence], length: int, before: int, weights: Any
-    ) -> list[int]:
-        """Run a prefill program once.
-
-        Returns:
-            Tokens that were computed, by row. Rows after the last sequence are idle.
-        """
-        pieces = self._pieces(sequences, length, before)
-        vectors: list[np.ndarray] = []
-        with_bank = not self.settings.only_text(length)
-        if with_bank:
-            pieces, vectors = _index_visual(pieces, sequences)
+    def _prefill(self, call: _Call, weights: Any) -> None:
+        """Run a prefill program once."""
         with jax.profiler.TraceAnnotation("prefill"):
-            bank = self._bank(vectors) if with_bank else None
-            self.pool = self._programs.prefill(weights, self.pool, bank, pieces)
-        return np.asarray(pieces.lengths).tolist()
-
-    def _pieces(self, sequences: Sequence[EngineSequence], length: int, before: int) -> Pieces:
-        """Return the next `length` tokens of each sequence, for the program that reads `before`
-        tokens."""
-        settings = self.settings
-        rows = settings.prefill_rows(length, before)
-        columns = before // settings.page + pages_of(length, settings.page)
-        pieces = Pieces(
-            ids=np.zeros((rows, length), np.int32),
-            positions=np.zeros((3, rows, length), np.int32),
-            index=None,
-            lengths=np.zeros(rows, np.int32),
-            before=np.zeros(rows, np.int32),
-            tables=np.full((rows, columns), settings.pages, np.int32),
-        )
-        for row, sequence in enumerate(sequences):
-            prompt = sequence.prompt
-            end = min(sequence.computed + length, prompt.prefill_length)
-            piece = slice(sequence.computed, end)
-            count = end - sequence.computed
-            pieces.ids[row, :count] = prompt.request.ids[piece]
-            pieces.positions[:, row, :count] = prompt.positions[:, piece]
-            pieces.lengths[row] = count
-            pieces.before[row] = sequence.computed
-            _fill(pieces.tables[row], sequence.pages)
-        return pieces
+            bank = None if call.pieces.index is None else self._bank(call.vectors)
+            self.pool = self._programs.prefill(weights, self.pool, bank, call.pieces)
 
     def _bank(self, vectors: Sequence[np.ndarray]) -> Bank:
         """Put visual vectors on the device. Only whole chunks of them travel, never zeros alone."""
-        bank = self._programs.make_bank(self.settings.bank_tokens)
+        bank = self._programs.make_bank(self.settings.prefill_tokens)
         if not vectors:
             return bank
         joined = np.concatenate(vectors).astype(bank.dtype, copy=False)
@@ -268,61 +187,52 @@ class ModelRunner:
             bank = self._programs.fill(bank, chunk, np.int32(first))
         return bank
 
-    def _load_prefixes(self, sequences: Sequence[EngineSequence], layout: Layout) -> None:
-        """Gather the layout's prefixes that are not in their block yet."""
+    def _run(
+        self,
+        sequences: Sequence[EngineSequence],
+        texts: Sequence[Text],
+        count: int,
+        weights: Any,
+    ) -> tuple[Drawn, Layout]:
+        """Run the decoding program of `count` rows once. The result has NumPy arrays."""
         size = self.settings.rows_per_prefix
-        nothing: list[Serials] = [()] * len(layout.prefixes)
-        for block, prefix in enumerate(layout.prefixes):
-            loaded = self._loaded.get(layout.prefix_length, nothing)
-            if not prefix or loaded[block] == prefix:
-                continue
-            members = [n for n in layout.rows[block * size : (block + 1) * size] if n is not None]
-            pages = sequences[members[0]].shared_pages[: len(prefix)]
-            self._load_prefix(layout.prefix_length, block, pages)
-
-    def _load_prefix(self, length: int, block: int, path: Sequence[Node]) -> None:
-        """Gather pages into a block's copy of a prefix, padded to `length` tokens."""
-        blocks = self.settings.slots // self.settings.rows_per_prefix
-        if length not in self.prefixes:
-            self.prefixes[length] = self._programs.make_prefixes(blocks, length)
-            self._loaded[length] = [()] * blocks
-        table = np.full(length // self.settings.page, self.settings.pages, np.int32)
-        _fill(table, [node.page for node in path])
-        # Cleared first: an interrupt must not leave the old prefix recorded for new content.
-        self._loaded[length][block] = ()
-        self.prefixes[length] = self._programs.gather(
-            self.pool, self.prefixes[length], table, np.int32(block)
-        )
-        self._loaded[length][block] = tuple(node.serial for node in path)
-
-    def _run(self, sequences: Sequence[EngineSequence], layout: Layout, weights: Any) -> Drawn:
-        """Run a decoding program once. The result has NumPy arrays."""
-        settings = self.settings
-        rows = self._idle_rows(layout)
+        paths = [sequence.full_pages(self.settings.page) for sequence in sequences]
+        layout = choose_layout(paths, count // size, size)
+        rows = self._idle_rows(count)
+        for group, pages in enumerate(layout.shared):
+            _fill(rows.shared[group], pages)
         for row, n in enumerate(layout.rows):
-            if n is None:
-                continue
-            prefix: Serials = ()
-            if layout.prefix_length:
-                prefix = layout.prefixes[row // settings.rows_per_prefix]
-            self._fill_row(rows, row, sequences[n], prefix)
-        prefixes = self.prefixes[layout.prefix_length] if layout.prefix_length else None
-        static = {"steps": settings.steps, "width": layout.row_length}
+            if n is not None:
+                pages = layout.shared[row // size]
+                joins = paths[n][: len(pages)] == pages
+                self._fill_row(rows, row, sequences[n], len(pages) if joins else 0)
+                if rows.history is not None:
+                    self._fill_history(rows, row, sequences[n], texts)
         with jax.profiler.TraceAnnotation("decode"):
-            self.pool, drawn = self._programs.decode(weights, self.pool, prefixes, rows, **static)
-            return jax.tree.map(np.asarray, drawn)
+            self.pool, drawn = self._programs.decode(weights, self.pool, rows, **self._static(rows))
+            return jax.tree.map(np.asarray, drawn), layout
 
-    def _idle_rows(self, layout: Layout) -> DecodeRows:
-        """Return the arrays of a program whose rows are all idle."""
+    def _static(self, rows: DecodeRows) -> dict[str, int]:
+        """Return the static arguments of the decoding program for these rows."""
+        drafts = 0 if rows.history is None else self._drafts
+        return {"steps": self.settings.steps, "drafts": drafts}
+
+    def _idle_rows(self, count: int) -> DecodeRows:
+        """Return the arrays of the program of `count` rows, all of them idle."""
         settings = self.settings
-        count = len(layout.rows)
-        columns = layout.row_length // settings.page + pages_of(settings.steps, settings.page)
+        table = functools.partial(np.full, fill_value=settings.pages, dtype=np.int32)
+        history = None
+        if self._drafts and count == settings.few_rows:
+            # With room for the tokens that a call draws.
+            entries = settings.longest + settings.steps * (1 + self._drafts)
+            history = np.zeros((count, entries), np.int32)
         return DecodeRows(
             tokens=np.zeros(count, np.int32),
             positions=np.zeros(count, np.int32),
-            prefix_tokens=np.zeros(count, np.int32),
-            own_tokens=np.zeros(count, np.int32),
-            tables=np.full((count, columns), settings.pages, np.int32),
+            offsets=np.full(count, -1, np.int32),
+            tables=table((count, self._columns)),
+            shared=table((count // settings.rows_per_prefix, self._columns)),
+            shared_tokens=np.zeros(count, np.int32),
             drawn=np.zeros(count, np.int32),
             left=np.zeros(count, np.int32),
             stops=np.full((count, MOST_STOP_IDS), -1, np.int32),
@@ -330,66 +240,106 @@ class ModelRunner:
                 seeds=np.zeros(count, np.uint32),
                 temperatures=np.ones(count, np.float32),
             ),
+            history=history,
+            lengths=np.ones(count, np.int32),
         )
 
     def _fill_row(
-        self, rows: DecodeRows, row: int, sequence: EngineSequence, prefix: Serials
+        self, rows: DecodeRows, row: int, sequence: EngineSequence, shared_pages: int
     ) -> None:
-        """Put a sequence into a row whose block has this prefix."""
+        """Put a sequence into a row. It reads its first `shared_pages` with its group."""
         request = sequence.prompt.request
         sampling = sequence.sampling
-        # The sequence may be in this block only because a row was free there. Then it does not
-        # begin with the prefix, and reads all its tokens on its own pages.
-        beginning = tuple(node.serial for node in sequence.shared_pages[: len(prefix)])
-        prefix_pages = len(prefix) if prefix and beginning == prefix else 0
-        prefix_tokens = prefix_pages * self.settings.page
+        shared_tokens = shared_pages * self.settings.page
         drawn = len(sequence.drawn)
         rows.tokens[row] = sequence.drawn[-1] if drawn else request.ids[-1]
         # The three M-RoPE positions of a text token are equal.
         rows.positions[row] = sequence.prompt.positions[0, -1] + drawn
-        rows.prefix_tokens[row] = prefix_tokens
-        rows.own_tokens[row] = sequence.computed - prefix_tokens
-        _fill(rows.tables[row], sequence.pages[prefix_pages:])
+        rows.offsets[row] = sequence.computed - shared_tokens
+        rows.shared_tokens[row] = shared_tokens
+        _fill(rows.tables[row], sequence.pages[shared_pages:])
         rows.drawn[row] = sequence.begun + drawn
         rows.left[row] = sequence.left
         rows.stops[row, : len(sampling.stop_ids)] = sampling.stop_ids
         rows.choices.seeds[row] = request.seed % 2**32
         rows.choices.temperatures[row] = sampling.temperature
 
+    def _fill_history(
+        self, rows: DecodeRows, row: int, sequence: EngineSequence, texts: Sequence[Text]
+    ) -> None:
+        """Give a row what its drafts are taken from, those that begin like it last."""
+        assert rows.history is not None
+        own = sequence.full_pages(self.settings.page)
 
-def _index_visual(
-    pieces: Pieces, sequences: Sequence[EngineSequence]
-) -> tuple[Pieces, list[np.ndarray]]:
-    """Number the visual tokens of all rows.
+        def common(text: Text) -> int:
+            return len(os.path.commonprefix([text.pages, own]))
 
-    Returns:
-        The pieces with their index, and the vectors [m, c, d] of each row in its order.
+        others = [
+            np.array(text.ids, np.int32)
+            for text in sorted(texts, key=common)
+            if text.ids is not sequence.drawn
+        ]
+        history = build_history(sequence.ids, others, self.settings.longest)
+        rows.history[row, : len(history)] = history
+        rows.lengths[row] = len(history)
+
+
+class _Call:
+    """A call of prefill, filled job by job.
+
+    Args:
+        settings: sizes of the engine.
+        visual: whether it takes visual tokens; otherwise it is the short call for text.
+
+    Attributes:
+        pieces: the arrays of the call.
+        vectors: the vectors [m, c, d] of its visual tokens, in their order.
     """
-    index = np.full(pieces.ids.shape, -1, np.int32)
-    vectors = []
-    total = 0
-    for row, sequence in enumerate(sequences):
-        piece = slice(sequence.computed, sequence.computed + int(pieces.lengths[row]))
-        tokens = np.flatnonzero(sequence.prompt.visual[piece])
-        if tokens.size:
-            index[row, tokens] = total + np.arange(tokens.size)
-            vectors.append(sequence.visual[: tokens.size])
-            total += tokens.size
-    return pieces._replace(index=index), vectors
 
+    def __init__(self, settings: EngineSizes, visual: bool):
+        size = settings.page
+        jobs = (settings.prefill_tokens if visual else settings.text_tokens) // size
+        columns = -(-settings.longest // size)
+        self.vectors: list[np.ndarray] = []
+        self.pieces = Pieces(
+            ids=np.zeros((jobs, size), np.int32),
+            positions=np.zeros((3, jobs, size), np.int32),
+            index=np.full((jobs, size), -1, np.int32) if visual else None,
+            offsets=np.full((jobs, size), -1, np.int32),
+            tables=np.full((jobs, columns), settings.pages, np.int32),
+        )
+        self._next_job = 0
 
-def _advance(sequence: EngineSequence, count: int) -> None:
-    """Count tokens as computed and drop the visual vectors among them."""
-    computed = slice(sequence.computed, sequence.computed + count)
-    seen = int(sequence.prompt.visual[computed].sum())
-    sequence.visual = sequence.visual[seen:]
-    sequence.computed += count
-    if not sequence.missing:
-        # A slice, even an empty one, would keep the array of all vectors alive.
-        sequence.visual = no_vectors()
+    def add(self, sequence: EngineSequence) -> int:
+        """Add the next tokens of a sequence, as many as there is room for, and return how many."""
+        jobs, size = self.pieces.ids.shape
+        total = 0
+        while sequence.missing and self._next_job < jobs:
+            total += self._add_job(sequence, min(size, sequence.missing))
+        return total
+
+    def _add_job(self, sequence: EngineSequence, count: int) -> int:
+        job = self._next_job
+        piece = slice(sequence.computed, sequence.computed + count)
+        self.pieces.ids[job, :count] = sequence.prompt.request.ids[piece]
+        self.pieces.positions[:, job, :count] = sequence.prompt.positions[:, piece]
+        self.pieces.offsets[job, :count] = np.arange(piece.start, piece.stop)
+        _fill(self.pieces.tables[job], sequence.pages)
+        visual = np.flatnonzero(sequence.prompt.visual[piece])
+        if visual.size:
+            assert self.pieces.index is not None
+            before = sum(map(len, self.vectors))
+            self.pieces.index[job, visual] = before + np.arange(visual.size)
+            self.vectors.append(sequence.visual[: visual.size])
+            sequence.visual = sequence.visual[visual.size :]
+        sequence.computed = piece.stop
+        if not sequence.missing:
+            # A slice, even an empty one, would keep the array of all vectors alive.
+            sequence.visual = no_vectors()
+        self._next_job += 1
+        return count
 
 
 def _fill(table: Int[np.ndarray, " m"], pages: Sequence[int]) -> None:
-    """Write page numbers to the beginning of a table. Pages beyond its end are not needed yet."""
-    count = min(len(table), len(pages))
-    table[:count] = pages[:count]
+    """Write page numbers to the beginning of a table."""
+    table[: len(pages)] = pages

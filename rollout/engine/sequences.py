@@ -97,6 +97,10 @@ class EngineSequence:
         """Numbers of all its pages, in the order of its tokens."""
         return [node.page for node in self.shared_pages] + self.own_pages
 
+    def full_pages(self, size: int) -> tuple[int, ...]:
+        """Return the pages that it begins with and nobody writes any more, those in the tree."""
+        return tuple(node.page for node in self.shared_pages if len(node.tokens) == size)
+
     @property
     def ids(self) -> Int32[np.ndarray, " t"]:
         """The prompt and what was sampled after it."""

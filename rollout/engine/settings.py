@@ -1,118 +1,209 @@
-"""Sizes of the engine. They determine which programs are compiled and how much memory is used.
+"""Sizes of the engine, and the longest sequences of a run, from which they follow.
 
-`rollout.engine.sizing` derives all `EngineSizes` from a recipe's `EngineSettings` and from the
-lengths of a run.
+A recipe states each length once: tokens of a response and of a report in `ProtocolSettings`, pixels
+of a frame in `FrameSettings`, numbers of frames in budgets. The lengths of prompts, the shapes of
+batches and the sizes of the engine's calls follow from these.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from paravt_jax.checks import require_at_least
+from paravt_jax.method.protocol import Lengths, Protocol, ProtocolSettings
+from paravt_jax.method.records import Frame
+from rollout.engine.pages import page_count
+
+# Prompts of single episodes are rounded up to multiples of this many tokens, so that videos of
+# similar length share programs: page tables have room for the longest sequence.
+BUCKET = 256
+_STEP = 16  # the lengths of a run are multiples of this
+LABEL_TOKENS = 12  # a frame's time and vision marks: up to 99,999.9 seconds in Qwen's tokenizer
+REQUEST_TOKENS = 32  # a sub-agent's prompt without its frames: 24 with Qwen's tokenizer
+_LONG = 4096  # tokens of a long sequence
+# Tokens of a sequence that are prefilled in one call. Longer prompts take several calls: the
+# activations and visual vectors of a call take memory.
+MOST_PREFILL = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """Sizes that a recipe chooses. All lengths follow from the run."""
+
+    slots: int = 64
+    """Sequences decoded side by side, in whole groups; 0: chosen for the devices."""
+    cache_tokens: int = 65_536
+    """Tokens in the KV cache; at least one whole rollout. 0: chosen for the devices."""
+
+    def __post_init__(self):
+        require_at_least("engine", self, 0, "slots", "cache_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineSizes:
-    """All sizes of an engine. Lengths are in tokens, ascending, and multiples of `page`.
+    """All sizes of an engine.
 
-    Every length is the size of a compiled program. A sequence takes the smallest that fits.
+    A call has one of four sizes: prefill with visual tokens (`prefill_tokens`) or a short one of
+    text (`text_tokens`), and decoding of all slots or of few rows (`few_rows`).
     """
 
-    row_lengths: tuple[int, ...]
-    """Tokens a row reads on its own pages, without a shared prefix. The largest bounds a whole
-    sequence."""
-    prefill_lengths: tuple[int, ...]
-    """Tokens prefilled of one sequence in one call."""
-    prefix_lengths: tuple[int, ...] = ()
-    """Tokens of a prefix that several rows read from one copy. Empty: nothing is shared."""
+    longest: int
+    """Tokens of the longest sequence: its prompt and all that may follow."""
     slots: int = 64
     """Sequences decoded side by side."""
     rows_per_prefix: int = 8
-    """Upper bound on the rows that read one copy of a prefix."""
+    """Rows of a decoding call that read their common pages together."""
     page: int = 16
-    """Tokens per page of the KV cache."""
+    """Tokens per page of the KV cache, and of a job of prefill."""
     pages: int = 4096
     """Pages in the KV cache."""
-    prefill_tokens: int = 4096
-    """Tokens prefilled per call, over all sequences."""
-    read_tokens: int = 65_536
-    """Unshared tokens read per call, over all rows; longer sequences get fewer rows."""
+    prefill_tokens: int = 1024
+    """Tokens prefilled per call, over all sequences. Longer prompts take several calls."""
+    text_tokens: int = 256
+    """The same for a call of few tokens, none of them visual."""
+    few_rows: int = 8
+    """Up to this many sequences are decoded in a smaller call, with drafts."""
+    drafts: int | None = None
+    """Tokens of a sequence that are guessed and verified per step of such a call. None: 5, but none
+    on a CPU, where the time of a step grows with its tokens."""
     steps: int = 16
-    """Tokens decoded per call, between scheduling decisions."""
-    paged: bool | None = None
-    """Decode on the pages themselves, without shared prefixes. None: on TPU. Otherwise a row's
-    pages are copied to dense arrays once per call."""
+    """Steps of a decoding call, between scheduling decisions."""
 
     def __post_init__(self):
-        self._check_each()
-        shortest = self.row_lengths[0]
-        longest = self.row_lengths[-1]
-        # A layout with shared prefixes always has all slots as rows.
-        if self.prefix_lengths and self.rows(shortest) < self.slots:
+        counts = ("longest", "slots", "rows_per_prefix", "page", "pages", "few_rows", "steps")
+        require_at_least("EngineSizes", self, 1, *counts)
+        if self.drafts is not None:
+            require_at_least("EngineSizes", self, 0, "drafts")
+        multiples = {"prefill_tokens": "page", "text_tokens": "page"}
+        multiples |= {"slots": "rows_per_prefix", "few_rows": "rows_per_prefix"}
+        if self.few_rows > self.slots:
             raise ValueError(
-                f"EngineSizes.read_tokens: {self.read_tokens}; with prefix_lengths, all "
-                f"{self.slots} slots read row_lengths[0] = {shortest} tokens at once, "
-                f"make it {self.slots * shortest} or more"
+                f"EngineSizes.few_rows: {self.few_rows}; give at most slots = {self.slots}"
             )
-        if self.slots % self.rows_per_prefix:
-            raise ValueError(
-                f"EngineSizes.slots: {self.slots}; make it a multiple of rows_per_prefix = "
-                f"{self.rows_per_prefix}"
-            )
-        if self.pages * self.page < longest:
+        for name, of in multiples.items():
+            value, factor = getattr(self, name), getattr(self, of)
+            if value < 1 or value % factor:
+                raise ValueError(
+                    f"EngineSizes.{name}: {value}; make it a multiple of {of} = {factor}"
+                )
+        if self.pages * self.page < self.longest:
             raise ValueError(
                 f"EngineSizes.pages: {self.pages} of {self.page} tokens; one sequence may have "
-                f"{longest} tokens, give at least {longest // self.page}"
+                f"{self.longest} tokens, give at least {-(-self.longest // self.page)}"
             )
 
-    def _check_each(self) -> None:
-        tokens = ("prefill_tokens", "read_tokens", "steps")
-        counts = ("slots", "rows_per_prefix", "page", "pages")
-        require_at_least("EngineSizes", self, 1, *counts, *tokens)
-        for name in ("row_lengths", "prefill_lengths", "prefix_lengths"):
-            lengths = getattr(self, name)
-            ascending = list(lengths) == sorted(set(lengths))
-            missing = not lengths and name != "prefix_lengths"
-            if missing or not ascending or any(n < 1 or n % self.page for n in lengths):
-                raise ValueError(
-                    f"EngineSizes.{name}: {lengths}; give ascending multiples of page = {self.page}"
-                )
 
-    def width(self, tokens: int) -> int:
-        """Return the smallest row length that holds `tokens` tokens; 0 if there are none."""
-        return next(length for length in (0, *self.row_lengths) if length >= tokens)
+def lengths(
+    limits: ProtocolSettings,
+    frame_tokens: int,
+    frames: int,
+    crop_frame_tokens: int | None = None,
+    label_tokens: int = LABEL_TOKENS,
+) -> Lengths:
+    """Return the longest sequences of a run.
 
-    def rows(self, width: int) -> int:
-        """Return the rows of a program that reads `width` tokens per row."""
-        return max(1, min(self.slots, self.read_tokens // max(1, width)))
+    No tokenizer is needed, because texts are bounded: `limits.text_tokens`, `label_tokens` and
+    REQUEST_TOKENS. Tests hold these bounds against the families' tokenizers.
 
-    def prefill_rows(self, length: int, before: int) -> int:
-        """Return the rows of a program that prefills `length` tokens after `before` cached ones."""
-        return max(1, min(self.rows(self.width(before)), self.prefill_tokens // length))
+    Args:
+        limits: the limits of the protocol.
+        frame_tokens: visual tokens of the largest frame of an overview.
+        frames: upper bound on the frames in a prompt.
+        crop_frame_tokens: visual tokens of the largest frame of a crop; None: as in overviews.
+        label_tokens: upper bound on the tokens of a frame's time and vision marks.
+    """
+    labelled = frame_tokens + label_tokens
+    if crop_frame_tokens is None:
+        crop_frame_tokens = frame_tokens
+    labelled_in_crop = crop_frame_tokens + label_tokens
+    return Lengths(
+        prompt=round_up(frames * labelled + limits.text_tokens, _STEP),
+        visual=frames * frame_tokens,
+        response=limits.trajectory_tokens,
+        crop_prompt=round_up(limits.crop_frames * labelled_in_crop + REQUEST_TOKENS, _STEP),
+        report=limits.summary_tokens + 1,
+        frames=frames,
+    )
 
-    def only_text(self, length: int) -> bool:
-        """Return whether the prefill programs of this length have no visual input.
 
-        These are the programs of the shortest of several lengths: what they compute is mostly the
-        results of tools. All others take visual tokens and text, so each length is compiled once.
-        """
-        return len(self.prefill_lengths) > 1 and length == self.prefill_lengths[0]
+def engine_sizes(longest: Lengths, settings: EngineSettings, rows_per_prefix: int) -> EngineSizes:
+    """Return the sizes of an engine that fits every sequence of a run.
 
-    def piece(self, missing: int, visual: bool) -> int:
-        """Return the smallest prefill length that holds `missing` tokens.
+    Args:
+        longest: the run's longest sequences.
+        settings: the sizes that the recipe chooses.
+        rows_per_prefix: rollouts per prompt.
+    """
+    whole = max(longest.prompt + longest.response, longest.crop_prompt + longest.report)
+    # Long sequences have larger pages and longer calls: fewer pages and calls to keep track of.
+    page, steps = (64, 32) if whole >= _LONG else (16, 16)
+    prefill = round_up(min(max(longest.prompt, longest.crop_prompt), MOST_PREFILL), page)
+    return EngineSizes(
+        longest=round_up(whole, page),
+        slots=round_up(max(1, settings.slots), rows_per_prefix),
+        rows_per_prefix=rows_per_prefix,
+        page=page,
+        pages=page_count(max(whole, settings.cache_tokens), page),
+        prefill_tokens=prefill,
+        # Most calls for text alone compute the results of tools, which are short.
+        text_tokens=round_up(prefill // 4, page),
+        few_rows=rows_per_prefix,
+        steps=steps,
+    )
 
-        If there are too many, the largest: prefill then takes several calls.
 
-        Args:
-            missing: tokens to compute.
-            visual: whether some of them are visual.
-        """
-        for length in self.prefill_lengths:
-            if length >= missing and not (visual and self.only_text(length)):
-                return length
-        return self.prefill_lengths[-1]
+def sizes_for_single_episodes(
+    protocol: Protocol, overview: int, crop: int, episodes: int = 1
+) -> EngineSizes:
+    """Return the sizes of an engine for episodes that share no prompts.
 
-    @property
-    def bank_tokens(self) -> int:
-        """Upper bound on the visual tokens of one call of prefill."""
-        return max(self.prefill_rows(length, 0) * length for length in self.prefill_lengths)
+    The KV cache has room for all episodes and their sub-agents at full length.
+
+    Args:
+        protocol: the protocol with its limits.
+        overview: tokens of a main agent's prompt.
+        crop: tokens of a sub-agent's prompt.
+        episodes: number of episodes that run side by side.
+    """
+    limits = protocol.settings
+    longest = Lengths(
+        prompt=round_up(overview, BUCKET),
+        visual=0,
+        response=limits.trajectory_tokens,
+        crop_prompt=round_up(crop, BUCKET),
+        report=limits.summary_tokens + 1,
+    )
+    episode = longest.prompt + longest.response
+    episode += limits.max_calls * (longest.crop_prompt + longest.report)
+    settings = EngineSettings(slots=episodes * limits.max_calls, cache_tokens=episodes * episode)
+    return engine_sizes(longest, settings, rows_per_prefix=limits.max_calls)
+
+
+def overview_tokens(
+    protocol: Protocol, frames: int, frame_tokens: int, last: float, tools: bool = True
+) -> int:
+    """Return the tokens of a main agent's prompt before the question.
+
+    Args:
+        protocol: renders the system turn and the labels of frames.
+        frames: number of frames in the prompt.
+        frame_tokens: visual tokens per frame.
+        last: seconds of the last frame. Later times have longer labels.
+        tools: whether the system turn describes tools.
+    """
+    return len(protocol.overview(_frames(frames, last), frame_tokens, tools).ids)
+
+
+def crop_tokens(protocol: Protocol, frame_tokens: int, last: float) -> int:
+    """Return the tokens of a sub-agent's longest prompt. Arguments are as in `overview_tokens`."""
+    return len(protocol.window(_frames(protocol.settings.crop_frames, last), frame_tokens).ids)
+
+
+def _frames(count: int, last: float) -> Sequence[Frame]:
+    return [Frame("", 0, last)] * count
+
+
+def round_up(tokens: int, step: int) -> int:
+    """Return `tokens` rounded up to a multiple of `step`."""
+    return page_count(tokens, step) * step

@@ -26,8 +26,12 @@ from rollout.agent.endpoint import EndpointSampler, FrameImages
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Sampler
-from rollout.engine.settings import EngineSizes
-from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
+from rollout.engine.settings import (
+    EngineSizes,
+    crop_tokens,
+    overview_tokens,
+    sizes_for_single_episodes,
+)
 from rollout.evaluation.benchmarks import Loaded
 from rollout.evaluation.files import VideoFolder
 from rollout.evaluation.replicas import Devices

@@ -38,7 +38,7 @@ from paravt_jax.world import videos as world
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.ask import AskSettings
-from rollout.engine.sizing import crop_tokens, overview_tokens
+from rollout.engine.settings import crop_tokens, overview_tokens
 from rollout.evaluation.settings import BenchmarkSettings
 from tests.models.counts import num_params
 from train.cli import parse
@@ -112,7 +112,7 @@ def test_any_single_override_works_alone(override):
         longest.visual == frames * run.frame_tokens()
         and longest.prompt >= longest.visual + frames * run.label_tokens
     )
-    assert engine.row_lengths[-1] >= longest.prompt + longest.response
+    assert engine.longest >= longest.prompt + longest.response
     assert engine.slots % shape.rollouts == 0
     # However small the bound on a micro-batch is, it has room for the longest rollout.
     (largest, *_) = shape.microbatches(run.rl.microbatch_tokens, devices=1, pieces=1)
@@ -125,10 +125,7 @@ def test_frames_shown_in_an_evaluation_have_room_beside_the_response():
     shown = run.protocol.max_tool_turns * run.protocol.max_calls * crop
     assert run.limits("frames").trajectory_tokens >= run.protocol.trajectory_tokens + shown
     assert run.limits("parallel") == run.protocol == run.limits("sequential")
-    assert (
-        run.engine_sizes.row_lengths[-1]
-        >= RECIPES["paravt_8b"]().engine_sizes.row_lengths[-1] + shown
-    )
+    assert run.engine_sizes.longest >= RECIPES["paravt_8b"]().engine_sizes.longest + shown
     assert run.rl_shape == RECIPES["paravt_8b"]().rl_shape, (
         "training rollouts show no frames in responses"
     )
@@ -300,12 +297,8 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     frame = run.frame_tokens()
     visual = max(settings.frame_budgets) * frame
     assert visual <= longest.visual < longest.prompt
-    assert engine.row_lengths[-1] >= longest.prompt + run.protocol.trajectory_tokens
-    assert any(
-        run.protocol.crop_frames * frame + run.protocol.summary_tokens < length
-        for length in engine.row_lengths[:-1]
-    )
-    assert longest.prompt in engine.prefix_lengths
+    assert engine.longest >= longest.prompt + run.protocol.trajectory_tokens
+    assert engine.longest >= run.protocol.crop_frames * frame + run.protocol.summary_tokens
 
 
 @pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().sft])

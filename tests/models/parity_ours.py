@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
 
-from models.attention import DenseCache, RowLayout
+from models.attention import PagedCache, RowLayout
 from models.config import ModelConfig
 from models.model import VisionLanguageModel
 from models.rope import (
@@ -27,6 +27,7 @@ from tests.models.padded_frames import padded_frames
 from tests.models.parity import IMAGE, NEW_TOKENS, VIDEO, Results, Sample
 
 Outputs = tuple[jax.Array, KV, jax.Array | None]
+PAGE = 16
 
 
 def _frames(grids: Iterable[Iterable[int]]) -> list[tuple[int, int]]:
@@ -66,16 +67,21 @@ def batch_of(sample: Sample, config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def features_of(model: VisionLanguageModel, batch: dict[str, Any]) -> jax.Array | None:
+    """The features of all patches as one bank [1, m, c, d]; None without frames."""
+    if "patches" not in batch:
+        return None
+    features = model.vision(batch["patches"], batch["grids"])
+    return features.reshape(1, -1, *features.shape[2:])[:, batch["tokens"]]
+
+
 def forward(model: VisionLanguageModel, batch: dict[str, Any]) -> Outputs:
     """Hidden states, keys and values, and the features of all patches."""
-    features = None
+    features = features_of(model, batch)
     visual = None
-    if "patches" in batch:
-        features = model.vision(batch["patches"], batch["grids"])
-        features = features.reshape(1, -1, *features.shape[2:])[:, batch["tokens"]]
-        visual = jnp.broadcast_to(features, (len(batch["ids"]), *features.shape[1:]))
-    if visual is not None:
-        visual = VisualBank(visual, batch["visual_index"])
+    if features is not None:
+        bank = jnp.broadcast_to(features, (len(batch["ids"]), *features.shape[1:]))
+        visual = VisualBank(bank, batch["visual_index"])
     rows = RowLayout(batch["segment_ids"])
     hidden, kv = model.text(batch["ids"], batch["positions"], layout=rows, visual=visual)
     return hidden, kv, features
@@ -102,18 +108,31 @@ def loss_and_gradients(
 @nnx.jit
 def greedy(model: VisionLanguageModel, batch: dict[str, Any]) -> jax.Array:
     """NEW_TOKENS greedy tokens, decoded one by one with a cache. Rows are padded on the left."""
-    hidden, kv, _ = forward(model, batch)
-    prompt = DenseCache.prefilled(kv, batch["segment_ids"] == 1, NEW_TOKENS)
+    valid, c = batch["segment_ids"], model.config.text
+    b, t = valid.shape
+    columns = -(-(t + NEW_TOKENS) // PAGE)
+    shape = (c.num_hidden_layers, b * columns, 2, c.num_key_value_heads, PAGE, c.head_dim)
+    pages = jnp.full(shape, jnp.nan)
+    tables = jnp.arange(b * columns).reshape(b, columns)
+    features = features_of(model, batch)
+    visual = None
+    if features is not None:
+        visual = VisualBank(features, batch["visual_index"].reshape(1, -1))
+    offsets = jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)
+    prompt = PagedCache(pages, tables, offsets)
+    ids, positions = batch["ids"].reshape(-1), batch["positions"].reshape(3, -1)
+    hidden, prompt = model.text.extend(ids, positions, prompt, visual)
 
     def step(carry, i):
         token, cache = carry
-        positions = jnp.broadcast_to(batch["next"] + i, (3, *token.shape))
-        hidden, cache = model.text.decode(token, positions, cache)
-        cache = cache.advance(jnp.ones(token.shape, bool))
+        positions = jnp.broadcast_to(batch["next"] + i, (3, b))
+        cache = cache._replace(offsets=offsets[:, -1:] + 1 + i)
+        hidden, cache = model.text.extend(token, positions, cache)
         return (jnp.argmax(model.text.logits(hidden), -1), cache), token
 
-    first = jnp.argmax(model.text.logits(hidden[:, -1]), -1)
-    return jax.lax.scan(step, (first, prompt), jnp.arange(NEW_TOKENS))[1].T
+    first = jnp.argmax(model.text.logits(hidden.reshape(b, t, -1)[:, -1]), -1)
+    start = first, prompt._replace(offsets=offsets[:, -1:])
+    return jax.lax.scan(step, start, jnp.arange(NEW_TOKENS))[1].T
 
 
 def results(folder: Path, sample: Sample, prompts: Sample) -> Results:

@@ -24,37 +24,27 @@ from tests.models.program import FOR_TPU, run
 rng = np.random.default_rng(0)
 
 
-def textbook(q, k, v, prefix=None, *, causal=True, segments=None, prefix_mask=None):
+def textbook(q, k, v, causal=True, segments=None):
     """Softmax over all keys at once, heads repeated."""
     b, t, n, h = q.shape
     kv = k.shape[2]
     segments = jnp.ones((b, t), int) if segments is None else segments
-    if prefix is not None:
-        segments = segments != 0
     seen = segments[:, :, None] == segments[:, None]
     if causal:
         seen &= np.tri(t, dtype=bool)[None]
-    if prefix is not None:
-        s = prefix[0].shape[1]
-        k = jnp.concatenate([prefix[0], k], 1)
-        v = jnp.concatenate([prefix[1], v], 1)
-        valid = np.ones((b, s), bool) if prefix_mask is None else prefix_mask
-        valid = jnp.broadcast_to(valid[:, None], (b, t, s))
-        seen = jnp.concatenate([valid, seen], 2)
     k = k.repeat(n // kv, 2)
     v = v.repeat(n // kv, 2)
     scores = jnp.where(seen[:, None], jnp.einsum("btnh,bsnh->bnts", q, k) * h**-0.5, -jnp.inf)
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), v)
 
 
-def case(b, t, n, kv, h, *, s=0, **fields):
-    """Arrays (q, k, v, prefix), and the fields of a layout."""
+def case(b, t, n, kv, h, **fields):
+    """Arrays (q, k, v), and the fields of a layout."""
 
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    prefix = (draw(b, s, kv, h), draw(b, s, kv, h)) if s else None
-    return (draw(b, t, n, h), draw(b, t, kv, h), draw(b, t, kv, h), prefix), fields
+    return (draw(b, t, n, h), draw(b, t, kv, h), draw(b, t, kv, h)), fields
 
 
 def ids(*rows):
@@ -65,17 +55,14 @@ def ids(*rows):
 # Every length needs more than one tile, and is no multiple of one.
 CASES = {
 "causal": case(2, 150, 4, 2, 64),
-"packed": case(1, 150, 4, 1, 128, segments=ids([(3, 40), (1, 70), (2, 30), (0, 10)])),
+"packed": case(
+        3, 150, 4, 2, 128,
+        segments=ids(
+            [(3, 40), (1, 70), (2, 30), (0, 10)], [(0, 9), (1, 141)], [(0, 149), (1, 1)]
+        ),
+    ),
 "packed frames": case(
         1, 140, 2, 2, 72, causal=False, segments=ids([(1, 60), (2, 60), (0, 20)])
-    ),
-"rows behind prefixes": case(
-        6, 50, 4, 2, 128, s=90,
-        segments=ids(
-            [(0, 9), (1, 41)], [(1, 50)], [(1, 12), (0, 38)],
-            [(5, 20), (7, 20), (0, 10)], [(0, 49), (1, 1)], [(1, 50)],
-        ),
-        prefix_mask=np.arange(90) < np.array([[90], [31], [0], [64], [90], [1]]),
     ),
 }  # fmt: skip
 
@@ -106,8 +93,8 @@ def test_equals_the_textbook(small_tiles, name, implementation):
     valid = valid[..., None, None]
     weight = rng.normal(size=arrays[0].shape) * valid
 
-    def ours(q, k, v, prefix):
-        return attend(q, k, v, RowLayout(**options), prefix, implementation)
+    def ours(q, k, v):
+        return attend(q, k, v, RowLayout(**options), implementation)
 
     found = results(ours, arrays, weight)
     expected = results(functools.partial(textbook, **options), arrays, weight)
@@ -121,42 +108,38 @@ def test_equals_the_textbook(small_tiles, name, implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "splash", "cudnn"])
 def test_bfloat16_stays_near_float32(small_tiles, implementation):
-    arrays, options = CASES["rows behind prefixes"]
+    arrays, options = CASES["packed"]
     valid = (options["segments"] != 0)[..., None, None]
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays)
     weight = rng.normal(size=arrays[0].shape) * valid
 
-    def ours(q, k, v, prefix):
-        return attend(q, k, v, RowLayout(**options), prefix, implementation)
-
-    def in_float32(x):
-        is_per_query = x.shape == valid.shape[:2] + x.shape[2:]
-        return np.asarray(x, np.float32) * (valid if is_per_query else 1)
+    def ours(q, k, v):
+        return attend(q, k, v, RowLayout(**options), implementation)
 
     rounded = jax.tree.map(lambda x: x.astype(jnp.float32), low)
     exact = results(functools.partial(textbook, **options), rounded, weight)
     for a, b in zip(results(ours, low, weight), exact, strict=True):
         assert a.dtype == jnp.bfloat16
-        a = in_float32(a)
-        b = in_float32(jnp.nan_to_num(b))
+        a, b = (np.asarray(x, np.float32) * valid for x in (a, b))
         assert np.abs(a - b).mean() < 0.01 * np.abs(b).mean()
 
 
-@pytest.mark.parametrize("chunk", [2, 1000])
+@pytest.mark.parametrize("size", [2, 1000])
 @pytest.mark.parametrize(
     ("arrays", "options"),
     [
-        case(4, 29, 2, 1, 8, s=5, segments=ids(*[[(1, 27), (0, 2)]] * 4)),
+        case(4, 29, 2, 1, 8, segments=ids(*[[(1, 27), (0, 2)]] * 4)),
         case(1, 29, 2, 2, 8, causal=False, segments=ids([(1, 10), (2, 17), (0, 2)])),
     ],
 )
-def test_query_chunks_change_nothing(monkeypatch, arrays, options, chunk):
-    """With loops over chunks, with single chunks, and with one chunk for all."""
-    monkeypatch.setattr(xla, "QUERY_CHUNK", chunk)
+def test_tiles_change_nothing(monkeypatch, arrays, options, size):
+    """With many tiles, and with one for all."""
+    monkeypatch.setattr(xla, "TILE", size)
+    monkeypatch.setattr(xla, "LARGE_TILE", size)
     weight = rng.normal(size=arrays[0].shape) * (options["segments"] != 0)[..., None, None]
 
-    def ours(q, k, v, prefix):
-        return attend(q, k, v, RowLayout(**options), prefix, "xla")
+    def ours(q, k, v):
+        return attend(q, k, v, RowLayout(**options), "xla")
 
     found = results(ours, arrays, weight)
     expected = results(functools.partial(textbook, **options), arrays, weight)
@@ -170,8 +153,8 @@ def test_query_chunks_change_nothing(monkeypatch, arrays, options, chunk):
 def whole_pass(options, backward):
     """Attention in XLA, forward only or with gradients."""
 
-    def forward(q, k, v, prefix):
-        return attend(q, k, v, RowLayout(**options), prefix, "xla")
+    def forward(q, k, v):
+        return attend(q, k, v, RowLayout(**options), "xla")
 
     if not backward:
         return forward
@@ -179,10 +162,8 @@ def whole_pass(options, backward):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(
-    ("arrays", "options"), [case(1, 4096, 2, 2, 4), case(2, 2048, 2, 1, 4, s=2048)]
-)
-def test_one_chunk_of_scores_is_held_at_a_time(arrays, options, backward):
+@pytest.mark.parametrize(("arrays", "options"), [case(1, 4096, 2, 2, 4), case(2, 4096, 2, 1, 4)])
+def test_one_tile_of_scores_is_held_at_a_time(arrays, options, backward):
     """As the compiler reports it. Heads are narrow, so scores make up nearly all of the memory.
 
     The forward pass holds scores and weights. The backward pass holds weights, their gradients and
@@ -190,8 +171,7 @@ def test_one_chunk_of_scores_is_held_at_a_time(arrays, options, backward):
     """
     compiled = jax.jit(whole_pass(options, backward)).lower(*arrays).compile()
     b, t, n, _ = arrays[0].shape
-    keys = t + (0 if arrays[3] is None else arrays[3][0].shape[1])
-    scores = 4 * b * n * xla.QUERY_CHUNK * keys
+    scores = 4 * b * n * xla.LARGE_TILE * t
     memory = compiled.memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < (3.5 if backward else 2.5) * scores
 
@@ -230,11 +210,9 @@ def mesh_of(platform, *shape):
     ],
 )
 def test_the_kernel_fits_platform_type_lengths_and_mesh(platform, dtype, t, h, mesh, chosen):
-    q, k, past = (
-        jax.ShapeDtypeStruct(shape, dtype) for shape in ((8, t, 4, h), (8, t, 2, h), (8, 10, 2, h))
-    )
+    q, k = (jax.ShapeDtypeStruct((8, t, heads, h), dtype) for heads in (4, 2))
     with jax.sharding.use_abstract_mesh(mesh_of(platform, *(mesh or (1, 1, 1)))):
-        assert choose(platform, q, k, (past, past)) == chosen
+        assert choose(platform, q, k) == chosen
 
 
 @pytest.mark.parametrize(("platform", "kernel"), [("tpu", True), ("cpu", False)])
@@ -247,7 +225,7 @@ def test_the_platform_of_the_mesh_chooses_the_kernel(platform, kernel):
 
 @pytest.mark.slow
 def test_eight_devices_equal_one():
-    """The interpreted TPU kernel behind prefixes, with gradients, with and without a mesh."""
+    """The interpreted TPU kernel, with gradients, with and without a mesh."""
     run(
         """
         import jax, jax.numpy as jnp, numpy as np
@@ -258,20 +236,18 @@ def test_eight_devices_equal_one():
         splash.BLOCK = 128
         rng = np.random.default_rng(0)
         draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-        prefix = draw(16, 120, 2, 64), draw(16, 120, 2, 64)
-        arrays = draw(16, 20, 4, 64), draw(16, 20, 2, 64), draw(16, 20, 2, 64), prefix
-        masks = rng.integers(0, 2, (16, 20)).astype(np.int32), rng.integers(0, 2, (16, 120)) > 0
+        arrays = draw(16, 140, 4, 64), draw(16, 140, 2, 64), draw(16, 140, 2, 64)
+        segments = rng.integers(0, 2, (16, 140)).astype(np.int32)
 
-        def loss(arrays, masks):
-            q, k, v, prefix = arrays
-            out = attend(q, k, v, RowLayout(*masks), prefix, "splash")
-            return ((out * masks[0][..., None, None]) ** 2).sum()
+        def loss(arrays, segments):
+            out = attend(*arrays, RowLayout(segments), "splash")
+            return ((out * segments[..., None, None]) ** 2).sum()
 
-        one = jax.jit(jax.value_and_grad(loss))(arrays, masks)
+        one = jax.jit(jax.value_and_grad(loss))(arrays, segments)
         for shape in ((2, 2, 2), (1, 8, 1)):
             mesh = make_mesh(*shape)
             with jax.set_mesh(mesh):
-                placed = jax.device_put((arrays, masks), NamedSharding(mesh, BATCH))
+                placed = jax.device_put((arrays, segments), NamedSharding(mesh, BATCH))
                 many = jax.jit(jax.value_and_grad(loss))(*placed)
             assert len(many[1][0].sharding.device_set) == 8
             for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
@@ -305,7 +281,7 @@ def test_the_decoder_compiles_for_tpu_with_the_kernel():
         from jax.sharding import AxisType, Mesh, NamedSharding
         from models.config import TextConfig
         from models.attention import RowLayout
-        from models.text import KV, TextDecoder
+        from models.text import TextDecoder
         from models.sharding import BATCH, MESH_AXES, param_shardings
 
         devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
@@ -319,24 +295,20 @@ def test_the_decoder_compiles_for_tpu_with_the_kernel():
         graph, state = nnx.split(text)
         rows = NamedSharding(mesh, BATCH)
         array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-        b, t, s = 8, 640, 640
-        by_row = NamedSharding(mesh, jax.P(None, *BATCH))
-        past = jax.ShapeDtypeStruct((2, b, s, 2, 128), jnp.bfloat16, sharding=by_row)
-        layout = RowLayout(array(jnp.int32, b, t), array(jnp.bool, b, s))
+        b, t = 8, 640
+        layout = RowLayout(array(jnp.int32, b, t))
         batch = dict(ids=array(jnp.int32, b, t), layout=layout)
 
-        def loss(state, batch, kv):
+        def loss(state, batch):
             positions = jnp.broadcast_to(jnp.arange(t), (3, b, t))
-            past = lambda layer: jax.tree.map(lambda x: x[layer], kv)
-            rows = dict(positions=positions, prefix=past, remat="full", **batch)
-            hidden, _ = nnx.merge(graph, state)(**rows)
+            hidden, _ = nnx.merge(graph, state)(positions=positions, remat="full", **batch)
             return hidden.astype(jnp.float32).mean()
 
         place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         state = jax.tree.map(place, state, param_shardings(state, mesh))
         with jax.set_mesh(mesh):
             step = jax.jit(jax.value_and_grad(loss))
-            compiled = step.lower(state, batch, KV(past, past)).compile()
+            compiled = step.lower(state, batch).compile()
         program = compiled.as_text()
         assert program.count("tpu_custom_call") >= 3
         print("done")

@@ -17,7 +17,7 @@ from models.devices import require_type, reserve_memory
 from models.sharding import MESH_AXES
 
 NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-B, T, S, N, K, H = 2, 64, 32, 4, 2, 128
+B, T, N, K, H = 2, 64, 4, 2, 128
 
 
 def device(kind: str, capability: str, platform: str = "gpu") -> types.SimpleNamespace:
@@ -62,24 +62,17 @@ def cudnn(monkeypatch):
 
 
 def arrays(dtype) -> list[jax.ShapeDtypeStruct]:
-    """Queries, keys and values, those of a prefix, its mask and segments."""
-    shapes = [(B, T, N, H), (B, T, K, H), (B, T, K, H), (B, S, K, H), (B, S, K, H)]
-    floats = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    mask = jax.ShapeDtypeStruct((B, S), bool)
-    return [*floats, mask, jax.ShapeDtypeStruct((B, T), jnp.int32)]
+    """Queries, keys, values and segments."""
+    floats = [jax.ShapeDtypeStruct((B, T, heads, H), dtype) for heads in (N, K, K)]
+    return [*floats, jax.ShapeDtypeStruct((B, T), jnp.int32)]
 
 
-def behind_a_cache(q, k, v, past_k, past_v, mask, segments):
-    return attend(q, k, v, RowLayout(segments, mask), (past_k, past_v))
-
-
-def packed_conversations(q, k, v, past_k, past_v, mask, segments):
+def packed_conversations(q, k, v, segments):
     return attend(q, k, v, RowLayout(segments))
 
 
-@pytest.mark.parametrize("function", [behind_a_cache, packed_conversations])
-def test_attention_in_bfloat16_is_one_call_of_cudnn_on_a_gpu(cudnn, function):
-    text = text_for_cuda(function, *arrays(jnp.bfloat16))
+def test_attention_in_bfloat16_is_one_call_of_cudnn_on_a_gpu(cudnn):
+    text = text_for_cuda(packed_conversations, *arrays(jnp.bfloat16))
     assert re.findall(r"__cudnn\$\w+", text) == ["__cudnn$fmhaScaleBiasSoftmax"]
 
 
@@ -96,7 +89,7 @@ def test_packed_rows_and_their_gradient_are_three_kernels():
         layout = RowLayout(places, starts=places, shared=shared)
         return attend(q, k, v, layout).astype(jnp.float32).sum()
 
-    q, k, v, *_, places = arrays(jnp.bfloat16)
+    q, k, v, places = arrays(jnp.bfloat16)
     shared = jax.ShapeDtypeStruct((B,), jnp.int32)
     text = text_for_cuda(jax.grad(loss, (0, 1, 2)), q, k, v, places, shared)
     names = re.findall(r'name = "packed_attention_(\w+)"', text)

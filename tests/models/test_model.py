@@ -1,4 +1,4 @@
-"""Hidden states do not depend on how tokens are fed: prefix, packed, one by one, remat, chunks."""
+"""Results do not depend on how frames are packed, on remat or on chunks of log-probs."""
 
 from __future__ import annotations
 

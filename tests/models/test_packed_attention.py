@@ -131,7 +131,7 @@ def test_bfloat16_in_full_tiles_stays_near_float32(implementation, length, size)
 def test_random_packed_rows_equal_the_explicit_mask(
     small_tiles, monkeypatch, implementation, t, kv, trials
 ):
-    monkeypatch.setattr(xla, "QUERY_CHUNK", 16)
+    monkeypatch.setattr(xla, "TILE", 16)
     rng = np.random.default_rng(1)
 
     @jax.jit
@@ -257,14 +257,14 @@ def test_packed_rows_that_no_gpu_kernel_takes_go_to_xla(h, dtype):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_packing_that_contradicts_itself_or_a_prefix_is_refused():
+def test_a_packing_that_contradicts_itself_is_refused():
     qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
     no_starts, both_ways = (
         dataclasses.replace(TWO_ROWS, **change) for change in ({"starts": None}, {"causal": False})
     )
-    for layout, prefix in ((no_starts, None), (both_ways, None), (TWO_ROWS, (qkv[1], qkv[2]))):
+    for layout in (no_starts, both_ways):
         with pytest.raises(ValueError, match="layout: packed rows need"):
-            attend(*qkv, layout=layout, prefix=prefix)
+            attend(*qkv, layout=layout)
     with pytest.raises(ValueError, match="layout: 2 pieces per sequence, 2 in all; set a mesh"):
         attend(*qkv, layout=dataclasses.replace(TWO_ROWS, pieces=2))
 
@@ -322,7 +322,7 @@ def test_packed_rows_in_pieces_equal_whole_ones():
         from models.sharding import BATCH, make_mesh
         from tests.models.test_packed_attention import packed_rows, random_row
 
-        xla.QUERY_CHUNK = 8
+        xla.TILE = 8
         rng = np.random.default_rng(0)
         draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
 

@@ -18,7 +18,7 @@ from models.qwen3_vl.config import Qwen3VLVisionConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.qwen3_vl_moe.family import Qwen3VLMoeConfig
 from models.sharding import BATCH, make_mesh, param_shardings
-from models.text import KV, TextDecoder, VisualBank
+from models.text import TextDecoder, VisualBank
 from tests.collectives import bytes_sent, find_collectives
 from tests.processes import on_eight_devices
 
@@ -98,7 +98,7 @@ def test_a_replica_in_several_slices_is_refused():
 
 @pytest.mark.slow
 def test_eight_devices_equal_one():
-    """Loss and gradients of experts behind prefixes, with eight fake devices.
+    """Loss and gradients of a model with experts, with eight fake devices.
 
     Runs this file as a program, since the number of devices is fixed when JAX starts.
     """
@@ -130,34 +130,26 @@ TEXT = TextConfig(
 
 
 def make_batch() -> dict[str, Any]:
-    """Eight prompts of 12 tokens, two of them visual, each with a continuation of 6.
-
-    Prompts have images of different sizes.
-    """
+    """Eight rows of 18 tokens, two of them visual, with images of different sizes."""
     rng = np.random.default_rng(0)
-    index = np.full((8, 12), -1)
+    index = np.full((8, 18), -1)
     index[:, [4, 5]] = [0, 1]
     return {
-        "prompts": rng.integers(0, 96, (8, 12)),
+        "ids": rng.integers(0, 96, (8, 18)),
         "index": index,
-        "ids": rng.integers(0, 96, (8, 6)),
         "patches": rng.normal(size=(8, 16, VISION.patch_dim)).astype(np.float32),
         "grids": np.array([(2, 4), (4, 4), (4, 2), (2, 6)] * 2),
     }
 
 
-def spots(first: int, last: int, rows: int) -> jax.Array:
-    return jnp.broadcast_to(jnp.arange(first, last), (3, rows, last - first))
+def spots(tokens: int, rows: int) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(tokens), (3, rows, tokens))
 
 
 def loss(model: VisionLanguageModel, batch: dict[str, Any]) -> jax.Array:
     visual = model.vision(batch["patches"], batch["grids"])
-    _, kv = model.text(batch["prompts"], spots(0, 12, 8), visual=VisualBank(visual, batch["index"]))
-
-    def prefix(layer: jax.Array) -> KV:
-        return jax.tree.map(lambda x: x[layer], kv)
-
-    hidden, _ = model.text(batch["ids"], spots(12, 18, 8), prefix=prefix, remat="full")
+    bank = VisualBank(visual, batch["index"])
+    hidden, _ = model.text(batch["ids"], spots(18, 8), visual=bank, remat="full")
     logprobs = model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 0.7, 2)
     return -logprobs.mean()
 
@@ -207,7 +199,7 @@ def check_that_saved_states_are_sharded_over_tensor() -> None:
 
     @jax.grad
     def gradient(state, ids):
-        return nnx.merge(graph, state)(ids, spots(0, 16, 4), remat="full")[0].sum()
+        return nnx.merge(graph, state)(ids, spots(16, 4), remat="full")[0].sum()
 
     with jax.set_mesh(mesh):
         program = str(jax.jit(gradient).lower(placed, ids).compile().as_text())

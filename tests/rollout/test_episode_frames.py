@@ -105,9 +105,7 @@ def test_the_engine_sees_frames_of_later_turns(
     )
     said = small_vocabulary.encode("<think>\n" + PLAN + "<|im_end|>")
     sampling = Sampling(8, 0.0)
-    size = EngineSizes(
-        row_lengths=(1024,), prefill_lengths=(256,), slots=4, rows_per_prefix=2, pages=200
-    )
+    size = EngineSizes(longest=1024, slots=4, rows_per_prefix=2, pages=200, few_rows=2)
 
     def after(start: float) -> tuple[np.ndarray, tuple]:
         frames = small_features.window(video, start, start + 16, 1.0, 16)

@@ -36,7 +36,7 @@ from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
-from rollout.engine.sizing import EngineSettings
+from rollout.engine.settings import EngineSettings
 from tests.train.steps import road_learner, take_step
 from train.data import Data
 from train.durable.metrics import read_metrics

@@ -40,7 +40,7 @@ def test_nothing_stays_open_and_everything_fits(name):
     assert devices.memory is not None
     assert max(fitted.needs.values()) <= devices.memory
     run = fitted.run
-    assert run.engine.cache_tokens >= run.engine_sizes.row_lengths[-1]
+    assert run.engine.cache_tokens >= run.engine_sizes.longest
     assert run.rl is not None
     assert run.rl_shape.trajectory <= run.rl.microbatch_tokens <= 1.02 * data * run.rl_shape.tokens
 
@@ -144,13 +144,14 @@ def test_a_rehearsal_may_have_the_mesh_of_its_run(generation):
         assert choose_mesh(RUN, devices, small) == choose_mesh(RUN, devices, real)
 
 
-def test_a_gpu_decodes_on_copies_with_as_many_slots_as_fit():
+def test_a_gpu_has_all_slots_and_as_many_pages_as_fit():
     run = RECIPES["paravt_2b_lora"]()
-    slots = [
-        fit(run, Devices("1 x GPU", 1, 1, gib * GIB, "gpu")).run.engine.slots
-        for gib in (14, 21.5, 36, 72)
+    engines = [
+        fit(run, Devices("1 x GPU", 1, 1, gib * GIB, "gpu")).run.engine for gib in (12, 16, 20, 72)
     ]
-    assert slots == sorted(slots) and slots[0] == 8 and slots[-1] == 64
+    assert {engine.slots for engine in engines} == {64}
+    tokens = [engine.cache_tokens for engine in engines]
+    assert tokens == sorted(tokens) and tokens[0] < tokens[1] < tokens[2] == tokens[3]
     large = change(run, "large", {"rl.grpo.group_size": 128})
     assert fit(large, Devices("1 x GPU", 1, 1, 72 * GIB, "gpu")).run.engine.slots == 64
 

@@ -38,27 +38,30 @@ def plan(monkeypatch) -> list[Program]:
 def kernels(plan: list[Program], name: str) -> dict[str, int]:
     """How often the last program with this name calls each kernel, per layer of its scans.
 
-    The kernels are those of cuDNN and of `triton`. The last program of a name is the smallest.
+    The kernels are those of cuDNN, `triton` and `paged_triton`. The last program of a name is the
+    smallest.
     """
     lowering = [program for program in plan if program.name.startswith(name)][-1].lower
     program = lowering.func.__self__
     with jax.set_mesh(program.mesh):
         traced = program.jitted.trace(*program.first, *lowering.args, **lowering.keywords)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    return collections.Counter(re.findall(r'(?:__cudnn\$|name = "packed_attention_)(\w+)', text))
+    names = r'(?:__cudnn\$|name = "(?:packed_attention_|(?=paged)))(\w+)'
+    return collections.Counter(re.findall(names, text))
 
 
-def test_tower_prefill_and_cold_start_attend_with_cudnn(plan):
-    # A program that reads more pages than it writes attends to cached tokens.
-    assert kernels(plan, "vision") == {"fmhaSoftmax": 1}
-    assert kernels(plan, "prefill") == {"fmhaScaleBiasSoftmax": 1}
+def test_tower_and_cold_start_attend_with_cudnn(plan):
+    assert kernels(plan, "vision") == {"fmhaScaleBiasSoftmax": 1}
     update = kernels(plan, "SFT add_gradients")
     assert update["fmhaScaleBiasSoftmaxBackward"] == 1 and update["fmhaScaleBiasSoftmax"]
 
 
 @pytest.mark.slow
-def test_packed_rows_attend_with_triton_and_decoding_with_xla(plan):
-    assert kernels(plan, "decode") == {}
+def test_packed_rows_and_pages_attend_with_triton(plan):
+    assert kernels(plan, "prefill") == {"paged_attention": 1}
+    # Shared pages, and each row's own. Layers are apart, for their weights.
+    layers = RECIPES["paravt_2b_lora"]().model.config().text.num_hidden_layers
+    assert kernels(plan, "decode") == {"paged_attention": 2 * layers}
     assert kernels(plan, "RL logprobs") == {"forward": 1}
     assert kernels(plan, "RL add_gradients").keys() == {"forward", "d_queries", "d_keys"}
 

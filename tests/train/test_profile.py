@@ -41,7 +41,6 @@ PROGRAMS = {
         "_prefill",
         "_copy",
         "_fill",
-        "_gather",
         "_decode",
         "logprobs",
         "advantages",

@@ -23,7 +23,7 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment
-from rollout.engine.sizing import overview_tokens
+from rollout.engine.settings import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
 from train import prepare as prepare_module
 from train.data import QuestionStream, hold_out, pack_rows, row_stream

@@ -27,7 +27,7 @@ def test_sizes_are_cut_and_the_recipe_stays(name):
     if real.rl is not None and run.rl is not None:
         assert run.rl.steps < real.rl.steps
         assert (run.rl.grpo, run.rl.rewards) == (real.rl.grpo, real.rl.rewards)
-        assert 0 < run.rl_shape.trajectory <= run.engine_sizes.row_lengths[-1]
+        assert 0 < run.rl_shape.trajectory <= run.engine_sizes.longest
 
 
 def test_a_recipe_of_the_small_world_has_no_rehearsal():

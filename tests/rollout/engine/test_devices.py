@@ -66,14 +66,14 @@ CONFIG = Qwen3VLConfig(
 )
 # With less room than is requested at once.
 SETTINGS = EngineSizes(
-    row_lengths=(32, 64),
-    prefix_lengths=(16, 32),
-    prefill_lengths=(8, 32),
+    longest=64,
     slots=4,
     rows_per_prefix=2,
     page=4,
     pages=48,
     prefill_tokens=64,
+    text_tokens=16,
+    few_rows=2,
     steps=3,
 )
 
@@ -106,7 +106,7 @@ def play(engine: Engine) -> list[Sample]:
         )
         for request, sample in zip(first, answers, strict=True)
         if len(request.ids) + len(sample.ids) + 5 + request.sampling.max_new_tokens
-        <= SETTINGS.row_lengths[-1]
+        <= SETTINGS.longest
     ]
     assert len(turns) >= 6
     return answers + engine.generate(turns)
@@ -123,9 +123,9 @@ def noise() -> Any:
     return graph, jax.tree_util.tree_map_with_path(draw, state)
 
 
-def make(graph: nnx.GraphDef[VisionLanguageModel], state: nnx.State, paged: bool = False) -> Engine:
+def make(graph: nnx.GraphDef[VisionLanguageModel], state: nnx.State) -> Engine:
     pictures = Pictures(CONFIG, {"a": (4, 4)})
-    return Engine(nnx.merge(graph, state), pictures, dataclasses.replace(SETTINGS, paged=paged))
+    return Engine(nnx.merge(graph, state), pictures, SETTINGS)
 
 
 def main() -> None:
@@ -135,20 +135,15 @@ def main() -> None:
     assert len({tuple(sample.ids) for sample in expected}) > 10 and one.reused_tokens > 100
     for shape in MESHES:
         mesh = make_mesh(*shape)
-        paged = shape == MESHES[-1]
-        engine = make(graph, jax.device_put(state, param_shardings(state, mesh)), paged)
+        engine = make(graph, jax.device_put(state, param_shardings(state, mesh)))
         for sample, other in zip(play(engine), expected, strict=True):
             np.testing.assert_array_equal(sample.ids, other.ids, err_msg=str(shape))
             np.testing.assert_allclose(
                 sample.logprobs, other.logprobs, atol=1e-5, err_msg=str(shape)
             )
         assert engine.prefilled_tokens == one.prefilled_tokens
-        assert bool(engine.runner.prefixes) is not paged
         assert engine.runner.pool is not None
         assert_split(engine.runner.pool, 3, mesh, shape[2])
-        for prefixes in engine.runner.prefixes.values():
-            for array in jax.tree.leaves(prefixes):
-                assert_split(array, 0, mesh, shape[2])
 
 
 def assert_split(array: jax.Array, axis: int, mesh: jax.sharding.Mesh, parts: int) -> None:

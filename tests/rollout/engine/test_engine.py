@@ -39,14 +39,15 @@ from tests.compiled_names import CompiledNames
 from tests.rollout.engine.reference import assert_nothing_held
 
 SETTINGS = EngineSizes(
-    row_lengths=(64, 136),
-    prefix_lengths=(48, 96),
-    prefill_lengths=(8, 96),
+    longest=136,
     slots=8,
     rows_per_prefix=4,
     page=8,
     pages=120,
     prefill_tokens=192,
+    text_tokens=16,
+    few_rows=4,
+    drafts=0,
     steps=4,
 )
 
@@ -182,24 +183,23 @@ CHANGED: dict[str, dict[str, Any]] = {
         "page": 4,
         "slots": 2,
         "rows_per_prefix": 1,
+        "few_rows": 1,
         "steps": 1,
-        "prefill_lengths": (8,),
         "prefill_tokens": 8,
-        "prefix_lengths": (),
+        "text_tokens": 4,
         "pages": 60,
     },
     "large sizes": {
         "page": 17,
         "slots": 16,
         "rows_per_prefix": 8,
+        "few_rows": 8,
         "steps": 16,
-        "row_lengths": (136,),
-        "prefill_lengths": (102,),
-        "prefill_tokens": 2000,
-        "prefix_lengths": (102,),
+        "prefill_tokens": 2006,
+        "text_tokens": 102,
         "pages": 400,
     },
-    "decoding on the pages": {"paged": True},
+    "always drafts": {"few_rows": 8, "drafts": 5},
 }
 
 
@@ -349,10 +349,9 @@ def test_a_sleeping_engine_holds_no_arrays_on_the_device(engine, asked, weights)
     with pytest.raises(ValueError, match="Engine.sleep: 1 requests"):
         engine.sleep()
     engine.cancel(ticket)
-    arrays = [weakref.ref(x) for x in jax.tree.leaves((engine.runner.pool, engine.runner.prefixes))]
+    pool = weakref.ref(engine.runner.pool)
     engine.sleep()
-    assert len(arrays) > 1
-    assert not any(array() is not None for array in arrays)
+    assert pool() is None
     assert not engine.weights
     with pytest.raises(ValueError, match="Engine.submit: the engine sleeps"):
         engine.submit(requests[0])
@@ -409,7 +408,7 @@ def test_warm_up_uses_programs_that_were_compiled_while_the_engine_slept(make_en
     engine.load(weights, 0)
     engine.warm_up()
     large = {"jit(_prefill)", "jit(_decode)"}
-    assert len(programs) == 2 * 3 + 2 * 3
+    assert len(programs) == 4
     assert not large & set(names) and "jit(_copy)" in names
 
 
@@ -427,10 +426,9 @@ def assert_in_place(program, donated, *arguments, **static) -> None:
 
 @pytest.mark.slow
 def test_the_programs_write_the_cache_in_place(small_model, weights):
-    dense, paged = (Programs(small_model, 8, paged) for paged in (False, True))
+    programs = Programs(small_model, 8)
     given = (weights, NOTHING)
-    pool = dense.make_pool(120)
-    prefixes = dense.make_prefixes(2, 96)
+    pool = programs.make_pool(120)
 
     def zeros(*shape: int, dtype: Any = np.int32) -> np.ndarray:
         return np.zeros(shape, dtype)
@@ -438,9 +436,10 @@ def test_the_programs_write_the_cache_in_place(small_model, weights):
     rows = DecodeRows(
         tokens=zeros(8),
         positions=zeros(8),
-        prefix_tokens=zeros(8),
-        own_tokens=zeros(8),
+        offsets=zeros(8),
         tables=zeros(8, 10),
+        shared=zeros(2, 10),
+        shared_tokens=zeros(8),
         drawn=zeros(8),
         left=zeros(8),
         stops=zeros(8, MOST_STOP_IDS),
@@ -448,25 +447,24 @@ def test_the_programs_write_the_cache_in_place(small_model, weights):
             seeds=zeros(8, dtype=np.uint32),
             temperatures=zeros(8, dtype=np.float32),
         ),
+        history=None,
+        lengths=zeros(8),
     )
-    bank = dense.make_bank(3 * CHUNK)
+    bank = programs.make_bank(3 * CHUNK)
     pieces = Pieces(
         ids=zeros(2, 16),
         positions=zeros(3, 2, 16),
         index=zeros(2, 16),
-        lengths=zeros(2),
-        before=zeros(2),
+        offsets=zeros(2, 16),
         tables=zeros(2, 11),
     )
-    sizes = {"steps": 4, "width": 64}
-    assert_in_place(dense.decode, pool, given, pool, prefixes, rows, **sizes)
-    assert_in_place(dense.decode, pool, given, pool, None, rows, **sizes)
-    assert_in_place(paged.decode, pool, given, pool, None, rows, **sizes)
-    assert_in_place(dense.prefill, pool, given, pool, bank, pieces)
-    assert_in_place(dense.prefill, pool, given, pool, None, pieces._replace(index=None))
-    assert_in_place(dense.fill, bank, bank, np.asarray(bank[:CHUNK]), np.int32(0))
-    assert_in_place(dense.copy, pool, pool, zeros(8), zeros(8))
-    assert_in_place(dense.gather, prefixes, pool, prefixes, zeros(12), np.int32(0))
+    drafting = rows._replace(history=zeros(8, 40))
+    assert_in_place(programs.decode, pool, given, pool, rows, steps=4, drafts=0)
+    assert_in_place(programs.decode, pool, given, pool, drafting, steps=4, drafts=3)
+    assert_in_place(programs.prefill, pool, given, pool, bank, pieces)
+    assert_in_place(programs.prefill, pool, given, pool, None, pieces._replace(index=None))
+    assert_in_place(programs.fill, bank, bank, np.asarray(bank[:CHUNK]), np.int32(0))
+    assert_in_place(programs.copy, pool, pool, zeros(8), zeros(8))
 
 
 # --- refused requests ---

@@ -55,14 +55,14 @@ CONFIG = Qwen3VLConfig(
     vision_end_token_id=END,
 )
 SETTINGS = EngineSizes(
-    row_lengths=(64, 192, 320),
-    prefix_lengths=(48, 96),
-    prefill_lengths=(16, 64),
+    longest=320,
     slots=4,
     rows_per_prefix=2,
     page=16,
     pages=70,
     prefill_tokens=128,
+    text_tokens=32,
+    few_rows=2,
     steps=7,
 )
 # Height and width in pixels: 15 and 12 visual tokens per frame.

@@ -423,14 +423,14 @@ ROOM = ProtocolSettings(
     crop_frames=4,
 )
 SIZES = EngineSizes(
-    row_lengths=(112, 464),
-    prefix_lengths=(96,),
-    prefill_lengths=(16, 160),
+    longest=464,
     slots=8,
     rows_per_prefix=4,
     page=16,
     pages=160,
     prefill_tokens=320,
+    text_tokens=32,
+    few_rows=4,
     steps=4,
 )
 

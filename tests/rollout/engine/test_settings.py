@@ -12,21 +12,17 @@ from paravt_jax.method.protocol import Lengths, Protocol, ProtocolSettings
 from paravt_jax.method.records import Frame
 from paravt_jax.world import text as world_text
 from paravt_jax.world.videos import SECONDS
-from rollout.engine.settings import EngineSizes
-from rollout.engine.sizing import (
+from rollout.engine.settings import (
     LABEL_TOKENS,
     MOST_PREFILL,
     REQUEST_TOKENS,
     EngineSettings,
+    EngineSizes,
     engine_sizes,
 )
 
 tokens = st.integers(1, 40_000)
-tunings = st.builds(
-    EngineSettings,
-    slots=st.integers(1, 200),
-    cache_tokens=tokens,
-)
+tunings = st.builds(EngineSettings, slots=st.integers(1, 200), cache_tokens=tokens)
 longest = st.builds(
     Lengths,
     prompt=tokens,
@@ -38,24 +34,20 @@ longest = st.builds(
 
 
 @settings(max_examples=300, deadline=None)
-@given(longest, tunings, st.integers(1, 16), st.booleans())
-def test_every_sequence_of_a_run_fits(longest, tuning, rows_per_prefix, shared):
+@given(longest, tunings, st.integers(1, 16))
+def test_every_sequence_of_a_run_fits(longest, tuning, rows_per_prefix):
     # EngineSizes itself refuses sizes that contradict each other.
-    engine = engine_sizes(longest, tuning, rows_per_prefix, shared)
+    engine = engine_sizes(longest, tuning, rows_per_prefix)
     main = longest.prompt + longest.response
     sub_agent = longest.crop_prompt + longest.report
-    assert engine.row_lengths[-1] >= max(main, sub_agent)
-    assert engine.pages * engine.page >= max(engine.row_lengths[-1], tuning.cache_tokens)
+    assert engine.longest >= max(main, sub_agent)
+    assert engine.pages * engine.page >= max(engine.longest, tuning.cache_tokens)
     # Longer prompts take several calls.
     whole = max(longest.prompt, longest.crop_prompt)
-    assert engine.prefill_lengths[-1] >= min(whole, MOST_PREFILL)
-    assert engine.prefill_lengths[-1] <= MOST_PREFILL + engine.page
-    assert engine.prefill_tokens >= min(longest.prompt, MOST_PREFILL)
+    assert engine.prefill_tokens >= min(whole, MOST_PREFILL)
+    assert engine.prefill_tokens <= MOST_PREFILL + engine.page
     assert engine.slots >= tuning.slots
     assert engine.slots % rows_per_prefix == 0
-    assert bool(engine.prefix_lengths) is shared
-    if shared:
-        assert engine.prefix_lengths[-1] >= longest.prompt
 
 
 @pytest.mark.parametrize(
@@ -72,20 +64,11 @@ def test_labels_and_requests_fit_what_is_reserved_for_them(tokenizer, reserved, 
     assert len(protocol.window((), 0).ids) <= REQUEST_TOKENS
 
 
-@settings(max_examples=300, deadline=None)
-@given(longest, tunings, st.integers(1025, 80_000))
-def test_a_long_sequence_reads_at_most_about_twice_its_length(longest, tuning, length):
-    engine = engine_sizes(longest, tuning, 8)
-    if length <= engine.row_lengths[-1]:
-        assert engine.width(length) <= 2 * (length + engine.page)
-
-
 VALID = EngineSizes(
-    row_lengths=(64, 136),
-    prefill_lengths=(8, 96),
-    prefix_lengths=(48, 96),
+    longest=136,
     slots=8,
     rows_per_prefix=4,
+    few_rows=4,
     page=8,
     pages=120,
 )
@@ -94,13 +77,11 @@ VALID = EngineSizes(
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        ("row_lengths", (64, 130), "multiples of page = 8"),
-        ("row_lengths", (136, 64), "ascending"),
-        ("row_lengths", (), "multiples of page = 8"),
-        ("prefix_lengths", (12,), "multiples of page = 8"),
+        ("prefill_tokens", 12, "multiple of page = 8"),
+        ("text_tokens", 0, "multiple of page = 8"),
         ("slots", 6, "multiple of rows_per_prefix = 4"),
+        ("few_rows", 16, "at most slots = 8"),
         ("pages", 16, "at least 17"),
-        ("read_tokens", 100, "512 or more"),
     ],
 )
 def test_sizes_that_make_no_engine_are_refused(name, value, rule):
