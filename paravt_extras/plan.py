@@ -4,6 +4,8 @@ Compiles the programs of a run for a TPU slice, on a machine without one, and pr
 fit in memory, and a floor of the time of a call: FLOPs and bytes as the compiler counts them, at
 the peak rates. Kernels are not among them. Nothing is executed.
 
+Before that, it prints what decoding the longest rollouts reads and how long that takes: arithmetic.
+
 The programs are those that a run itself compiles ahead (`lowerings`), given the shapes of arrays
 instead of arrays.
 """
@@ -43,6 +45,7 @@ from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.engine.runner import ModelRunner
 from train.cli import parse
 from train.learn.batch import Microbatch, build
+from train.learn.in_flight import deal
 from train.learn.optimizer import make_optimizer
 from train.learn.packing import PackedMicrobatch, VisualRoom
 from train.learn.placement import Bank, bank_sharding, row_pieces, shardings
@@ -305,6 +308,39 @@ def _cast(weights: Any, dtype: Any) -> Any:
     return like(moved, jax.tree.map(lambda x: x.sharding, weights))
 
 
+def bytes_read(run: Run, residents: Mapping[str, Any], hosts: int) -> float:
+    """Return the bytes that a device reads to decode one more token of all rollouts of a step.
+
+    It is the mean over rollouts that go to their limit, on the host that reads most. Read are all
+    weights, once per group the keys and values of its prompt, and those of each rollout's own
+    tokens: on average, half of its limit.
+
+    Args:
+        run: The settings.
+        residents: The arrays on the devices during rollouts.
+        hosts: Number of hosts.
+    """
+    shape = run.rl_shape
+    # By rollout; those of a group are neighbours.
+    players = deal([0] * shape.all_rollouts, [None] * shape.all_rollouts, hosts)
+    cached = []
+    for host in range(hosts):
+        groups = [n // shape.rollouts for n, player in enumerate(players) if player == host]
+        own = len(groups) * shape.limits.response / 2
+        cached.append(len(set(groups)) * shape.limits.prompt + own)
+    pool = residents["KV pool"]
+    _, pages, _, _, page, _ = pool.shape
+    # Of the embeddings, only the rows of the last tokens are read, unless they are the head, too.
+    is_head = run.model.config().text.tie_word_embeddings
+    weights = residents["engine's weights"], residents["engine's base"]
+    read = [
+        weight
+        for path, weight in jax.tree.leaves_with_path(weights)
+        if is_head or "embedding" not in jax.tree_util.keystr(path)
+    ]
+    return device_bytes(read) + max(cached) * device_bytes(pool) / (pages * page)
+
+
 # --- the command ---
 
 
@@ -383,7 +419,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return _USAGE
     print(f"{run.name} on {topology.name}: {fitted.describe()}")
-    return 0 if print_plan(chosen, topology.chip) else 1
+    chip = topology.chip
+    if run.rl is not None:
+        # The last program runs during rollouts.
+        read = bytes_read(fitted.run, every[-1].residents, topology.available.hosts)
+        seconds = fitted.run.rl_shape.limits.response * read * chip.devices / chip.hbm_rate
+        print(
+            f"decoding of the longest rollouts reads {read / 1e9:.2f} GB per token and device: "
+            f"{seconds:.1f} s per step at the HBM rate, without drafts"
+        )
+    return 0 if print_plan(chosen, chip) else 1
 
 
 if __name__ == "__main__":
