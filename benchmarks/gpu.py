@@ -72,7 +72,6 @@ class Work:
             page=_PAGE,
             pages=(self.prompts * self.prompt + slots * own) // _PAGE,
             prefill_tokens=self.prompt,
-            text_tokens=self.prompt,
             few_rows=self.samples,
             steps=32,
         )

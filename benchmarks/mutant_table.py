@@ -366,8 +366,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
     },
     (f"{_ENGINE}/layout.py", _LAYOUT): {
-        "family_takes_one_more": ("len(members) < most", "len(members) <= most"),
-        "strangers_join": ("2 * len(common) > len(shared)", "len(shared) >= 0"),
+        "family_takes_one_more": ("max(0, end - most)", "max(0, end - most - 1)"),
+        "strangers_join": ("len(common) * (end - begin - 1)", "end - begin"),
         "smallest_savings_first": ("key=lambda family: -len(", "key=lambda family: len("),
     },
     (f"{_ENGINE}/sequences.py", _SCHEDULE): {
@@ -429,7 +429,10 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "one_seed_for_all_samples": ("request.seed % 2**32", "1"),
         "shared_pages_read_twice": ("sequence.computed - shared_tokens", "sequence.computed"),
-        "guests_read_shared_pages": ("joins = paths[n][: len(pages)] == pages", "joins = True"),
+        "guests_read_shared_pages": (
+            "if beginnings[n][: len(shared)] == shared else 0",
+            "",
+        ),
     },
     (f"{_ENGINE}/programs.py", _SCHEDULE): {
         "written_one_offset_late": (

@@ -42,9 +42,7 @@ LIMITS = ProtocolSettings(
     max_calls=4, turn_tokens=40, summary_tokens=8, trajectory_tokens=256, crop_frames=8
 )
 CALLS = tuple(CropCall(32 * n, 32 * n + 16) for n in range(4))
-SIZES = EngineSizes(
-    longest=640, slots=8, rows_per_prefix=1, pages=400, prefill_tokens=384, text_tokens=64, steps=4
-)
+SIZES = EngineSizes(longest=640, slots=8, rows_per_prefix=1, pages=400, prefill_tokens=384, steps=4)
 BUSY = 3  # agents that sample all the time
 
 

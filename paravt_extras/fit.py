@@ -44,7 +44,6 @@ from models.sharding import MESH_AXES, param_shardings
 from models.trained import TrainVision, cached_shape, split, split_vision
 from paravt_extras.slices import CHIPS, Devices, Topology, found_devices
 from paravt_jax.processes.cluster import run_command
-from rollout.engine.programs import CHUNK
 from rollout.engine.settings import EngineSettings, EngineSizes, round_up
 from train.cli import parse
 from train.learn.in_flight import capacity
@@ -480,8 +479,8 @@ class _Memory:
         text, tokens, own = self.config.text, sizes.prefill_tokens, self.engine_devices
         queries = text.num_attention_heads * text.head_dim
         numbers = 2 * text.hidden_size + text.dispatched + (text.mlp_width + queries) / own
-        # Visual vectors are copied to another layout.
-        prefill = 2 * round_up(tokens, CHUNK) * self.vector + tokens * numbers * self.itemsize
+        # Visual vectors are copied to another layout, and there are zeros for calls without any.
+        prefill = 3 * tokens * self.vector + tokens * numbers * self.itemsize
         logits = 16 * sizes.slots * text.vocab_size / own
         if self.devices.tpu:
             # So are, in decoding, the weights of queries, keys and values.

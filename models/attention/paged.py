@@ -79,12 +79,12 @@ class PagedCache(NamedTuple):
         """Write the tokens' keys and values in one layer, then attend to all that they see.
 
         Returns:
-            The attention of every token, 0 where it does not exist, and the cache with the tokens.
+            The attention of every token that exists, and the cache with the tokens.
         """
         mesh = jax.sharding.get_abstract_mesh()
         on_mesh = not (mesh.empty or mesh.are_all_axes_manual)
         attend = _attend
-        if on_mesh and k.shape[1] % mesh.shape["tensor"] == 0:
+        if on_mesh:
             # The compiler cannot shard kernels.
             cache = jax.tree.map(lambda _: _WHOLE, self)._replace(pages=_POOL)
             specs = (cache, _WHOLE, _HEADS, _HEADS, _HEADS)

@@ -2,8 +2,8 @@
 
 A token is a function of its row's seed, its number and the tokens before it (`sampling`). So a
 draft is accepted exactly where it equals the token that is drawn in its place, and speculation
-changes no token. Drafts are what followed the longest earlier match of a row's last tokens, in its
-siblings' responses or in its own tokens:
+changes no token. Drafts are what followed the longest earlier match of a row's last tokens, in
+the responses of others or in its own tokens:
 
     history   a b c d e -1 x b c        b c occurred before, and d e followed
     drafts    d e -1
@@ -81,7 +81,7 @@ def build_history(
 
     Args:
         own: the row's prompt and response.
-        siblings: responses to prompts that begin like the row's, the latest last.
+        siblings: responses of others, the most alike last.
         size: upper bound on the entries. Leave room for the tokens that the row will draw.
     """
     none = np.zeros(0, np.int32)

@@ -95,7 +95,7 @@ class Engine:
         self.unanswered: dict[int, Sample | None] = {}
         self.weights: tuple[Any, Any] | None = None
         self.version = 0
-        # The newest responses, of which others may say the same.
+        # The newest responses; drafts are taken from them.
         self._texts: collections.deque[Text] = collections.deque(maxlen=settings.slots)
         self._tickets = itertools.count()
         _, weights, self._frozen = split(model.text)
@@ -306,7 +306,7 @@ class Engine:
             ids, logprobs, stop, versions, digest(sequence.ids), reason
         )
         if sequence in self.running:
-            self._texts.append(Text(sequence.full_pages(self.settings.page), sequence.drawn))
+            self._texts.append(Text.of(sequence, self.settings.page))
             self._leave(sequence)
 
     # --- pages ---
@@ -499,11 +499,7 @@ class Engine:
         sequences = self.running[:]  # a list of its own, because `_finish` changes `running`
         if not sequences:
             return
-        running = [
-            Text(sequence.full_pages(self.settings.page), sequence.drawn) for sequence in sequences
-        ]
-        texts = [*self._texts, *running]
-        results = self.runner.decode(sequences, texts, self._loaded("step"))
+        results = self.runner.decode(sequences, self._texts, self._loaded("step"))
         for sequence, decoded in zip(sequences, results, strict=True):
             self._extend(sequence, decoded)
 

@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-Pages = tuple[int, ...]  # the full pages that a sequence begins with
+Serials = tuple[int, ...]  # `pages.Node.serial` of the full pages that a sequence begins with
 
 
 class Layout(NamedTuple):
@@ -25,19 +25,19 @@ class Layout(NamedTuple):
 
     rows: list[int | None]
     """The sequence of each row, None in an idle row."""
-    shared: list[Pages]
+    shared: list[Serials]
     """The pages that each group reads together."""
 
 
 class _Family(NamedTuple):
     """Sequences that begin alike, and their common pages."""
 
-    shared: Pages
+    shared: Serials
     members: list[int]
 
 
-def choose_layout(paths: Sequence[Pages], groups: int, size: int) -> Layout:
-    """Return the layout that shares the most pages.
+def choose_layout(paths: Sequence[Serials], groups: int, size: int) -> Layout:
+    """Return the layout in which groups read many pages together.
 
     Args:
         paths: the full pages that each sequence begins with, for at most groups * size sequences.
@@ -45,7 +45,7 @@ def choose_layout(paths: Sequence[Pages], groups: int, size: int) -> Layout:
         size: rows of a group.
     """
     families = _families(paths, size)
-    # The largest savings come first. Sequences of the last families are guests where there is room.
+    # The largest savings come first. Members of the last families are guests in idle rows.
     families.sort(key=lambda family: -len(family.shared) * (len(family.members) - 1))
     rows: list[int | None] = [None] * (groups * size)
     for group, family in enumerate(families[:groups]):
@@ -58,17 +58,30 @@ def choose_layout(paths: Sequence[Pages], groups: int, size: int) -> Layout:
     return Layout(rows, shared + [()] * (groups - len(shared)))
 
 
-def _families(paths: Sequence[Pages], most: int) -> list[_Family]:
-    """Deal sequences to families of at most `most` members."""
+def _families(paths: Sequence[Serials], most: int) -> list[_Family]:
+    """Deal sequences to families of at most `most` members, so that the fewest pages are read."""
+    # In sorted order, sequences that begin alike are neighbours, and every family is a run of them.
+    order = sorted(range(len(paths)), key=lambda n: paths[n])
+    # For each number of sequences: the most pages that families of them save, and where the last
+    # of these families begins.
+    saved, begins = [0], [0]
+    for end in range(1, len(order) + 1):
+        choices = []
+        for begin in range(max(0, end - most), end):
+            common = _common(paths[order[begin]], paths[order[end - 1]])
+            choices.append((saved[begin] + len(common) * (end - begin - 1), begin))
+        # Of equal choices, the largest family.
+        best, begin = max(choices, key=lambda choice: (choice[0], -choice[1]))
+        saved.append(best)
+        begins.append(begin)
     families: list[_Family] = []
-    # In sorted order, sequences that begin alike are neighbours.
-    for n in sorted(range(len(paths)), key=lambda n: paths[n]):
-        if families:
-            shared, members = families[-1]
-            common = shared[: len(os.path.commonprefix([shared, paths[n]]))]
-            # Do not join if the family would lose half of its pages or more.
-            if len(members) < most and 2 * len(common) > len(shared):
-                families[-1] = _Family(common, [*members, n])
-                continue
-        families.append(_Family(paths[n], [n]))
+    end = len(order)
+    while end:
+        members = order[begins[end] : end]
+        families.append(_Family(_common(paths[members[0]], paths[members[-1]]), members))
+        end = begins[end]
     return families
+
+
+def _common(a: Serials, b: Serials) -> Serials:
+    return a[: len(os.path.commonprefix([a, b]))]

@@ -1,4 +1,4 @@
-"""The engine's compiled programs: prefill, decoding, and copies of pages and visual vectors.
+"""The engine's compiled programs: prefill, decoding, and copies of pages.
 
 The KV cache is one array, the pool: a fixed number of pages for all layers
 (`models.attention.PagedCache`). Its last page is never allocated: idle rows and padding have it in
@@ -8,13 +8,12 @@ The pool takes most of the device's memory, so two of them would not fit. Every 
 takes the pool donated and returns it: XLA writes into the same buffer. The caller's old reference
 is dead afterwards.
 
-All shapes come from `EngineSizes`, so after each program was compiled once nothing compiles again.
+All shapes come from `EngineSizes`, so once each program has been compiled, nothing compiles again.
 The lengths of sequences are not among them.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -34,8 +33,6 @@ from rollout.engine.sampling import Choices, sample
 Pool = Float[Array, "l pages kv k u h"]
 # Visual vectors of one call of prefill, those of all its jobs; c = 1 + DeepStack levels.
 Bank = Float[Array, "bank c d"]
-# Vectors per transfer to the device. For the 8B model in bfloat16 these are 16 MiB.
-CHUNK = 512
 MOST_STOP_IDS = 64  # per row: the width of an array that every program takes
 
 
@@ -45,14 +42,14 @@ class Pieces(NamedTuple):
     Attributes:
         ids: token ids.
         positions: M-RoPE positions.
-        index: the vector of each visual token in the bank, -1 for text; None in a program for text.
+        index: the vector of each visual token in the bank, -1 for text.
         offsets: where each token is in its sequence, -1 for padding.
         tables: the pages of the job's sequence.
     """
 
     ids: Int[Any, "j t"]
     positions: Int[Any, "3 j t"]
-    index: Int[Any, "j t"] | None
+    index: Int[Any, "j t"]
     offsets: Int[Any, "j t"]
     tables: Int[Any, "j m"]
 
@@ -98,8 +95,6 @@ class Drawn(NamedTuple):
     ids: Int[Any, "b n"]
     logprobs: Float[Any, "b n"]
     counts: Int[Any, " b"]
-    steps: Int[Any, ""]
-    """Steps that drew them."""
 
 
 class _State(NamedTuple):
@@ -145,10 +140,8 @@ class Programs:
         self._bank_sharding = result_sharding
         self._vectors = (1 + model.config.vision.levels, self.text.hidden_size)
 
-        # In `fill` the bank is donated, in all others the pool.
         prefill = jax.jit(self._prefill, donate_argnums=1, out_shardings=pool_sharding)
         copy = jax.jit(self._copy, donate_argnums=0, out_shardings=pool_sharding)
-        fill = jax.jit(self._fill, donate_argnums=0, out_shardings=result_sharding)
         decode = jax.jit(
             self._decode,
             static_argnames=("steps", "drafts"),
@@ -158,7 +151,6 @@ class Programs:
         # On a mesh, the kernels look it up.
         self.prefill = MeshProgram(prefill, mesh)
         self.copy = MeshProgram(copy, mesh)
-        self.fill = MeshProgram(fill, mesh)
         self.decode = MeshProgram(decode, mesh)
 
     def abstract_pool(self, pages: int) -> jax.ShapeDtypeStruct:
@@ -172,39 +164,34 @@ class Programs:
         """Return a pool of `pages` pages filled with zeros, and one more page for padding."""
         return zeros(self.abstract_pool(pages))
 
-    def bank_shape(self, tokens: int) -> tuple[int, int, int]:
-        """Return the shape of a bank for up to `tokens` visual tokens, in whole chunks."""
-        return math.ceil(tokens / CHUNK) * CHUNK, *self._vectors
-
     def abstract_bank(self, tokens: int) -> jax.ShapeDtypeStruct:
-        """Return the shape, type and sharding of `make_bank`."""
-        shape = self.bank_shape(tokens)
+        """Return the shape, type and sharding of a bank of `tokens` visual vectors."""
+        shape = (tokens, *self._vectors)
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._bank_sharding)
 
-    def make_bank(self, tokens: int) -> Bank:
-        """Return a bank of zeros for up to `tokens` visual tokens."""
-        return zeros(self.abstract_bank(tokens))
-
-    def _fill(self, bank: Bank, chunk: Float[Any, "n c d"], first: Int[Any, ""]) -> Bank:
-        """Write `chunk` to the bank's vectors from `first` on."""
-        return jax.lax.dynamic_update_slice_in_dim(bank, chunk, first, axis=0)
-
-    def _prefill(self, weights: Any, pool: Pool, bank: Bank | None, pieces: Pieces) -> Pool:
-        """Compute the tokens of `pieces` and write their keys and values to their pages.
-
-        A program for text has neither a bank nor an index into it.
-        """
+    def _prefill(self, weights: Any, pool: Pool, bank: Bank, pieces: Pieces) -> Pool:
+        """Compute the tokens of `pieces` and write their keys and values to their pages."""
         text: TextDecoder = nnx.merge(self._graph, *weights)
-        visual = None
-        if bank is not None and pieces.index is not None:
-            visual = VisualBank(bank[None], pieces.index.reshape(1, -1))
+        visual = VisualBank(bank[None], pieces.index.reshape(1, -1))
         cache = PagedCache(pool, pieces.tables, pieces.offsets)
         ids, positions = pieces.ids.reshape(-1), pieces.positions.reshape(3, -1)
         _, cache = text.extend(ids, positions, cache, visual)
         return cache.pages
 
-    def _copy(self, pool: Pool, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> Pool:
-        return pool.at[:, targets].set(pool[:, sources])
+    def _copy(
+        self,
+        pool: Pool,
+        sources: Int[Array, " n"],
+        targets: Int[Array, " n"],
+        count: Int[Array, ""],
+    ) -> Pool:
+        """Copy the first `count` pages of `sources`, one after the other."""
+
+        def copy_one(n: Int[Array, ""], pool: Pool) -> Pool:
+            page = jax.lax.dynamic_index_in_dim(pool, sources[n], axis=1)
+            return jax.lax.dynamic_update_index_in_dim(pool, page, targets[n], axis=1)
+
+        return jax.lax.fori_loop(0, count, copy_one, pool)
 
     def _decode(
         self, weights: Any, pool: Pool, rows: DecodeRows, *, steps: int, drafts: int
@@ -285,7 +272,7 @@ class Programs:
             logprobs=empty,
         )
         end = jax.lax.while_loop(unfinished, body, start)
-        return end.pages, Drawn(end.ids, end.logprobs, end.counts, end.step)
+        return end.pages, Drawn(end.ids, end.logprobs, end.counts)
 
 
 def difference(weights: Any, expected: Any) -> str:

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int32
 
 from models.model import VisionLanguageModel
-from models.sharding import Lowering
+from models.sharding import Lowering, zeros
 from rollout.engine.drafts import build_history
-from rollout.engine.layout import Layout, Pages, choose_layout
+from rollout.engine.layout import Layout, Serials, choose_layout
 from rollout.engine.programs import (
-    CHUNK,
     MOST_STOP_IDS,
     Bank,
     DecodeRows,
@@ -34,17 +33,21 @@ from rollout.engine.sampling import Choices
 from rollout.engine.sequences import EngineSequence, no_vectors
 from rollout.engine.settings import EngineSizes
 
-# Drafts per row where the time of a step hardly depends on its tokens. In the tail of a step of the
-# small world, five give 2.3 to 2.8 tokens per step, and seven hardly more.
+# Drafts per row where the time of a step hardly depends on its tokens.
 DRAFTS = 5
 
 
 class Text(NamedTuple):
     """A response that drafts may be taken from."""
 
-    pages: Pages
-    """The full pages that its sequence began with."""
-    ids: list[int]
+    beginning: Serials
+    """Its sequence began with these pages."""
+    ids: Int32[np.ndarray, " t"]
+
+    @classmethod
+    def of(cls, sequence: EngineSequence, page: int) -> Text:
+        """Return what a sequence has drawn so far."""
+        return cls(sequence.beginning(page), np.array(sequence.drawn, np.int32))
 
 
 class Decoded(NamedTuple):
@@ -59,12 +62,15 @@ class ModelRunner:
 
     Attributes:
         pool: all pages; None while the engine sleeps.
+        no_vectors: the visual vectors of a call without any; None while the engine sleeps.
     """
 
     def __init__(self, model: VisionLanguageModel, settings: EngineSizes):
         self.settings = settings
         self.pool: Pool | None = None
+        self.no_vectors: Bank | None = None
         self._programs = Programs(model, settings.page)
+        self._abstract_bank = self._programs.abstract_bank(settings.prefill_tokens)
         usual = 0 if self._programs.platform == "cpu" else DRAFTS
         self._drafts = usual if settings.drafts is None else settings.drafts
         # Page tables have room for the longest sequence.
@@ -74,73 +80,68 @@ class ModelRunner:
         """Allocate the pool, if `sleep` freed it."""
         if self.pool is None:
             self.pool = self._programs.make_pool(self.settings.pages)
+            self.no_vectors = zeros(self._abstract_bank)
 
     def sleep(self) -> None:
         """Free the device's memory."""
         self.pool = None
+        self.no_vectors = None
 
     def warm_up(self, weights: Any) -> None:
         """Compile every program, by running each with idle rows only."""
-        settings = self.settings
-        for visual in (True, False):
-            self._prefill(_Call(settings, visual), weights)
-        self._bank([np.zeros(self._programs.bank_shape(1), self._programs.dtype)])
+        self._prefill(_Call(self.settings), weights)
         # Copy the page that is never allocated onto itself.
-        self.copy([(settings.pages, settings.pages)])
+        self.copy([(self.settings.pages, self.settings.pages)])
         for rows in self._row_counts():
             self._run([], [], rows, weights)
 
     def lowerings(self, weights: Any) -> Iterator[Lowering]:
-        """Return the programs that take long to compile: those for prefill and decoding.
+        """Return the programs, those that take long to compile first.
 
         Args:
             weights: Real or abstract weights.
         """
         settings, programs = self.settings, self._programs
         pool = programs.abstract_pool(settings.pages)
-        for visual in (True, False):
-            call = _Call(settings, visual)
-            bank = programs.abstract_bank(settings.prefill_tokens) if visual else None
-            yield functools.partial(programs.prefill.lower, weights, pool, bank, call.pieces)
+        pieces = _Call(settings).pieces
+        yield functools.partial(programs.prefill.lower, weights, pool, self._abstract_bank, pieces)
         for count in self._row_counts():
             rows = self._idle_rows(count)
             static = self._static(rows)
             yield functools.partial(programs.decode.lower, weights, pool, rows, **static)
+        yield functools.partial(programs.copy.lower, pool, *self._pairs([]))
 
     def _row_counts(self) -> set[int]:
         """Return the rows of each decoding program."""
         return {self._row_count(self.settings.slots), self._row_count(1)}
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages, from the first of each pair to the second."""
-        slots = self.settings.slots
-        for first in range(0, len(pairs), slots):
-            some = pairs[first : first + slots]
-            # Padding copies the page that is never allocated onto itself.
-            sources = np.full(slots, self.settings.pages, np.int32)
-            targets = sources.copy()
-            sources[: len(some)] = [source for source, _ in some]
-            targets[: len(some)] = [target for _, target in some]
-            self.pool = self._programs.copy(self.pool, sources, targets)
+        """Copy pages, from the first of each pair to the second, for at most `slots` pairs."""
+        self.pool = self._programs.copy(self.pool, *self._pairs(pairs))
+
+    def _pairs(self, pairs: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.int32]:
+        """Return sources and targets as arrays, and their number."""
+        sources = np.zeros(self.settings.slots, np.int32)
+        targets = np.zeros(self.settings.slots, np.int32)
+        sources[: len(pairs)] = [source for source, _ in pairs]
+        targets[: len(pairs)] = [target for _, target in pairs]
+        return sources, targets, np.int32(len(pairs))
 
     def prefill(self, sequences: Sequence[EngineSequence], weights: Any) -> int:
-        """Compute all prompt tokens that are missing, in several calls where there are many.
+        """Compute all prompt tokens that are missing, in as many calls as they need.
+
+        The host prepares a call while the device runs those before it.
 
         Returns:
             How many tokens were computed.
         """
         total = 0
-        while True:
-            todo = [sequence for sequence in sequences if sequence.missing]
-            if not todo:
-                return total
-            jobs = sum(-(-sequence.missing // self.settings.page) for sequence in todo)
-            visual = any(len(sequence.visual) for sequence in todo)
-            few = jobs * self.settings.page <= self.settings.text_tokens
-            call = _Call(self.settings, visual or not few)
-            for sequence in todo:
+        while any(sequence.missing for sequence in sequences):
+            call = _Call(self.settings)
+            for sequence in sequences:
                 total += call.add(sequence)
             self._prefill(call, weights)
+        return total
 
     def decode(
         self,
@@ -152,7 +153,7 @@ class ModelRunner:
 
         Args:
             sequences: what is decoded.
-            texts: responses that drafts may be taken from, besides those of `sequences`.
+            texts: ended responses, from which drafts may be taken.
             weights: the text decoder's.
         """
         drawn, layout = self._run(sequences, texts, self._row_count(len(sequences)), weights)
@@ -164,28 +165,21 @@ class ModelRunner:
         return results
 
     def _row_count(self, sequences: int) -> int:
-        """Return the rows of the decoding program for so many sequences."""
+        """Return the rows of the decoding program for this number of sequences."""
         few = self.settings.few_rows
         return few if sequences <= few else self.settings.slots
 
     def _prefill(self, call: _Call, weights: Any) -> None:
-        """Run a prefill program once."""
+        """Run the prefill program once."""
         with jax.profiler.TraceAnnotation("prefill"):
-            bank = None if call.pieces.index is None else self._bank(call.vectors)
+            bank = self.no_vectors
+            if call.vectors:
+                # Most tokens of a call with frames are visual, so hardly any zeros travel.
+                filled = np.zeros(self._abstract_bank.shape, self._abstract_bank.dtype)
+                joined = np.concatenate(call.vectors)
+                filled[: len(joined)] = joined
+                bank = jax.device_put(filled, self._abstract_bank.sharding)
             self.pool = self._programs.prefill(weights, self.pool, bank, call.pieces)
-
-    def _bank(self, vectors: Sequence[np.ndarray]) -> Bank:
-        """Put visual vectors on the device. Only whole chunks of them travel, never zeros alone."""
-        bank = self._programs.make_bank(self.settings.prefill_tokens)
-        if not vectors:
-            return bank
-        joined = np.concatenate(vectors).astype(bank.dtype, copy=False)
-        for first in range(0, len(joined), CHUNK):
-            some = joined[first : first + CHUNK]
-            chunk = np.zeros((CHUNK, *some.shape[1:]), some.dtype)
-            chunk[: len(some)] = some
-            bank = self._programs.fill(bank, chunk, np.int32(first))
-        return bank
 
     def _run(
         self,
@@ -196,18 +190,23 @@ class ModelRunner:
     ) -> tuple[Drawn, Layout]:
         """Run the decoding program of `count` rows once. The result has NumPy arrays."""
         size = self.settings.rows_per_prefix
-        paths = [sequence.full_pages(self.settings.page) for sequence in sequences]
-        layout = choose_layout(paths, count // size, size)
+        beginnings = [sequence.beginning(self.settings.page) for sequence in sequences]
+        layout = choose_layout(beginnings, count // size, size)
         rows = self._idle_rows(count)
-        for group, pages in enumerate(layout.shared):
-            _fill(rows.shared[group], pages)
         for row, n in enumerate(layout.rows):
-            if n is not None:
-                pages = layout.shared[row // size]
-                joins = paths[n][: len(pages)] == pages
-                self._fill_row(rows, row, sequences[n], len(pages) if joins else 0)
-                if rows.history is not None:
-                    self._fill_history(rows, row, sequences[n], texts)
+            if n is None:
+                continue
+            shared = layout.shared[row // size]
+            pages = len(shared) if beginnings[n][: len(shared)] == shared else 0
+            # All that have a part in them name the same pages.
+            _fill(rows.shared[row // size], sequences[n].pages[:pages])
+            self._fill_row(rows, row, sequences[n], pages)
+        if rows.history is not None:
+            running = [Text.of(sequence, self.settings.page) for sequence in sequences]
+            for row, n in enumerate(layout.rows):
+                if n is not None:
+                    others = [*texts, *running[:n], *running[n + 1 :]]
+                    self._fill_history(rows, row, sequences[n], others)
         with jax.profiler.TraceAnnotation("decode"):
             self.pool, drawn = self._programs.decode(weights, self.pool, rows, **self._static(rows))
             return jax.tree.map(np.asarray, drawn), layout
@@ -267,18 +266,14 @@ class ModelRunner:
     def _fill_history(
         self, rows: DecodeRows, row: int, sequence: EngineSequence, texts: Sequence[Text]
     ) -> None:
-        """Give a row what its drafts are taken from, those that begin like it last."""
+        """Give a row what its drafts are taken from, texts that begin like it last."""
         assert rows.history is not None
-        own = sequence.full_pages(self.settings.page)
+        own = sequence.beginning(self.settings.page)
 
         def common(text: Text) -> int:
-            return len(os.path.commonprefix([text.pages, own]))
+            return len(os.path.commonprefix([text.beginning, own]))
 
-        others = [
-            np.array(text.ids, np.int32)
-            for text in sorted(texts, key=common)
-            if text.ids is not sequence.drawn
-        ]
+        others = [text.ids for text in sorted(texts, key=common)]
         history = build_history(sequence.ids, others, self.settings.longest)
         rows.history[row, : len(history)] = history
         rows.lengths[row] = len(history)
@@ -287,24 +282,20 @@ class ModelRunner:
 class _Call:
     """A call of prefill, filled job by job.
 
-    Args:
-        settings: sizes of the engine.
-        visual: whether it takes visual tokens; otherwise it is the short call for text.
-
     Attributes:
         pieces: the arrays of the call.
         vectors: the vectors [m, c, d] of its visual tokens, in their order.
     """
 
-    def __init__(self, settings: EngineSizes, visual: bool):
+    def __init__(self, settings: EngineSizes):
         size = settings.page
-        jobs = (settings.prefill_tokens if visual else settings.text_tokens) // size
+        jobs = settings.prefill_tokens // size
         columns = -(-settings.longest // size)
         self.vectors: list[np.ndarray] = []
         self.pieces = Pieces(
             ids=np.zeros((jobs, size), np.int32),
             positions=np.zeros((3, jobs, size), np.int32),
-            index=np.full((jobs, size), -1, np.int32) if visual else None,
+            index=np.full((jobs, size), -1, np.int32),
             offsets=np.full((jobs, size), -1, np.int32),
             tables=np.full((jobs, columns), settings.pages, np.int32),
         )
@@ -327,7 +318,6 @@ class _Call:
         _fill(self.pieces.tables[job], sequence.pages)
         visual = np.flatnonzero(sequence.prompt.visual[piece])
         if visual.size:
-            assert self.pieces.index is not None
             before = sum(map(len, self.vectors))
             self.pieces.index[job, visual] = before + np.arange(visual.size)
             self.vectors.append(sequence.visual[: visual.size])

@@ -97,9 +97,12 @@ class EngineSequence:
         """Numbers of all its pages, in the order of its tokens."""
         return [node.page for node in self.shared_pages] + self.own_pages
 
-    def full_pages(self, size: int) -> tuple[int, ...]:
-        """Return the pages that it begins with and nobody writes any more, those in the tree."""
-        return tuple(node.page for node in self.shared_pages if len(node.tokens) == size)
+    def beginning(self, size: int) -> tuple[int, ...]:
+        """Return the serials of the pages that it begins with and nobody writes any more.
+
+        Unlike page numbers, they do not depend on what the cache held before.
+        """
+        return tuple(node.serial for node in self.shared_pages if len(node.tokens) == size)
 
     @property
     def ids(self) -> Int32[np.ndarray, " t"]:

@@ -22,9 +22,6 @@ _STEP = 16  # the lengths of a run are multiples of this
 LABEL_TOKENS = 12  # a frame's time and vision marks: up to 99,999.9 seconds in Qwen's tokenizer
 REQUEST_TOKENS = 32  # a sub-agent's prompt without its frames: 24 with Qwen's tokenizer
 _LONG = 4096  # tokens of a long sequence
-# Tokens of a sequence that are prefilled in one call. Longer prompts take several calls: the
-# activations and visual vectors of a call take memory.
-MOST_PREFILL = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +41,8 @@ class EngineSettings:
 class EngineSizes:
     """All sizes of an engine.
 
-    A call has one of four sizes: prefill with visual tokens (`prefill_tokens`) or a short one of
-    text (`text_tokens`), and decoding of all slots or of few rows (`few_rows`).
+    A call has one of three sizes: prefill (`prefill_tokens`), and decoding of all slots or of few
+    rows (`few_rows`).
     """
 
     longest: int
@@ -60,8 +57,6 @@ class EngineSizes:
     """Pages in the KV cache."""
     prefill_tokens: int = 1024
     """Tokens prefilled per call, over all sequences. Longer prompts take several calls."""
-    text_tokens: int = 256
-    """The same for a call of few tokens, none of them visual."""
     few_rows: int = 8
     """Up to this many sequences are decoded in a smaller call, with drafts."""
     drafts: int | None = None
@@ -75,7 +70,7 @@ class EngineSizes:
         require_at_least("EngineSizes", self, 1, *counts)
         if self.drafts is not None:
             require_at_least("EngineSizes", self, 0, "drafts")
-        multiples = {"prefill_tokens": "page", "text_tokens": "page"}
+        multiples = {"prefill_tokens": "page"}
         multiples |= {"slots": "rows_per_prefix", "few_rows": "rows_per_prefix"}
         if self.few_rows > self.slots:
             raise ValueError(
@@ -136,18 +131,16 @@ def engine_sizes(longest: Lengths, settings: EngineSettings, rows_per_prefix: in
         rows_per_prefix: rollouts per prompt.
     """
     whole = max(longest.prompt + longest.response, longest.crop_prompt + longest.report)
-    # Long sequences have larger pages and longer calls: fewer pages and calls to keep track of.
-    page, steps = (64, 32) if whole >= _LONG else (16, 16)
-    prefill = round_up(min(max(longest.prompt, longest.crop_prompt), MOST_PREFILL), page)
+    # Long sequences have larger pages and longer calls: fewer pages and calls to keep track of. A
+    # call of prefill keeps any accelerator busy, and short ones waste little at their end.
+    page, steps, prefill_tokens = (64, 32, 1024) if whole >= _LONG else (16, 16, 256)
     return EngineSizes(
         longest=round_up(whole, page),
         slots=round_up(max(1, settings.slots), rows_per_prefix),
         rows_per_prefix=rows_per_prefix,
         page=page,
         pages=page_count(max(whole, settings.cache_tokens), page),
-        prefill_tokens=prefill,
-        # Most calls for text alone compute the results of tools, which are short.
-        text_tokens=round_up(prefill // 4, page),
+        prefill_tokens=prefill_tokens,
         few_rows=rows_per_prefix,
         steps=steps,
     )

@@ -176,16 +176,6 @@ def test_one_tile_of_scores_is_held_at_a_time(arrays, options, backward):
     assert memory is not None and memory.temp_size_in_bytes < (3.5 if backward else 2.5) * scores
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_program_does_not_grow_with_the_length(causal, backward):
-    def lines_of_code(t: int) -> int:
-        arrays, options = case(1, t, 2, 1, 8, causal=causal)
-        return len(jax.jit(whole_pass(options, backward)).lower(*arrays).as_text().splitlines())
-
-    assert lines_of_code(2048) == lines_of_code(16_384)
-
-
 def mesh_of(platform, *shape):
     device = AbstractDevice(device_kind="any", num_cores=1, platform=platform)
     return AbstractMesh(shape, MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)

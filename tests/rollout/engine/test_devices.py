@@ -29,7 +29,7 @@ def test_many_devices_equal_one():
     on_eight_devices(__file__)
 
 
-# Sizes of data, fsdp and tensor. On the last mesh tokens are decoded on the pages.
+# Sizes of data, fsdp and tensor.
 MESHES = (
     (1, 1, 2),
     (1, 1, 4),
@@ -72,8 +72,8 @@ SETTINGS = EngineSizes(
     page=4,
     pages=48,
     prefill_tokens=64,
-    text_tokens=16,
     few_rows=2,
+    drafts=2,
     steps=3,
 )
 

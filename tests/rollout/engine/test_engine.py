@@ -31,7 +31,7 @@ from models.lora import NOTHING
 from paravt_jax.data import video
 from paravt_jax.method.records import digest
 from rollout.engine.engine import Engine
-from rollout.engine.programs import CHUNK, MOST_STOP_IDS, DecodeRows, Pieces, Programs
+from rollout.engine.programs import MOST_STOP_IDS, DecodeRows, Pieces, Programs
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling
 from rollout.engine.sampling import Choices
 from rollout.engine.settings import EngineSizes
@@ -45,9 +45,8 @@ SETTINGS = EngineSizes(
     page=8,
     pages=120,
     prefill_tokens=192,
-    text_tokens=16,
     few_rows=4,
-    drafts=0,
+    drafts=2,
     steps=4,
 )
 
@@ -186,7 +185,6 @@ CHANGED: dict[str, dict[str, Any]] = {
         "few_rows": 1,
         "steps": 1,
         "prefill_tokens": 8,
-        "text_tokens": 4,
         "pages": 60,
     },
     "large sizes": {
@@ -196,7 +194,6 @@ CHANGED: dict[str, dict[str, Any]] = {
         "few_rows": 8,
         "steps": 16,
         "prefill_tokens": 2006,
-        "text_tokens": 102,
         "pages": 400,
     },
     "always drafts": {"few_rows": 8, "drafts": 5},
@@ -227,6 +224,28 @@ def test_no_size_changes_a_sample(engine, make_engine, asked, look, changes):
     ]
     assert_equal(other.generate(second), engine.generate(second))
     assert_nothing_held(other)
+
+
+def test_what_a_sibling_has_said_takes_fewer_calls(engine, monkeypatch):
+    """Greedy: the drafts of the second response are the first one."""
+    first, second = group(text(20, temperature=0.0), 1, 2)
+    calls = itertools.count()
+    decode = engine.runner.decode
+
+    def counted(*given):
+        next(calls)
+        return decode(*given)
+
+    monkeypatch.setattr(engine.runner, "decode", counted)
+    (before,) = engine.generate([first])
+    assert next(calls) == 3
+    (after,) = engine.generate([second])
+    assert_equal([after], [before])
+    assert next(calls) < 3 + 1 + 3
+    # What is forgotten gives no drafts.
+    engine.forget()
+    engine.generate([second])
+    assert next(calls) >= 3 + 1 + 2 + 1 + 3
 
 
 # --- how samples end ---
@@ -280,7 +299,7 @@ def test_an_unreadable_video_fails_only_its_own_request(
 # --- interrupts, and a full cache ---
 
 
-@pytest.mark.parametrize("place", ["copy", "prefill", "decode"])
+@pytest.mark.parametrize("place", ["copy", "prefill", "_prefill", "decode"])
 def test_an_interrupt_within_a_step_frees_all_pages(engine, asked, monkeypatch, place):
     """Later requests are answered as before."""
     requests = [asked(n, seed=n) for n in range(10)]
@@ -407,9 +426,8 @@ def test_warm_up_uses_programs_that_were_compiled_while_the_engine_slept(make_en
     names = CompiledNames()
     engine.load(weights, 0)
     engine.warm_up()
-    large = {"jit(_prefill)", "jit(_decode)"}
     assert len(programs) == 4
-    assert not large & set(names) and "jit(_copy)" in names
+    assert not {"jit(_prefill)", "jit(_decode)", "jit(_copy)"} & set(names)
 
 
 def assert_in_place(program, donated, *arguments, **static) -> None:
@@ -450,7 +468,7 @@ def test_the_programs_write_the_cache_in_place(small_model, weights):
         history=None,
         lengths=zeros(8),
     )
-    bank = programs.make_bank(3 * CHUNK)
+    bank = zeros(24, 4, 64, dtype=np.float32)
     pieces = Pieces(
         ids=zeros(2, 16),
         positions=zeros(3, 2, 16),
@@ -462,9 +480,7 @@ def test_the_programs_write_the_cache_in_place(small_model, weights):
     assert_in_place(programs.decode, pool, given, pool, rows, steps=4, drafts=0)
     assert_in_place(programs.decode, pool, given, pool, drafting, steps=4, drafts=3)
     assert_in_place(programs.prefill, pool, given, pool, bank, pieces)
-    assert_in_place(programs.prefill, pool, given, pool, None, pieces._replace(index=None))
-    assert_in_place(programs.fill, bank, bank, np.asarray(bank[:CHUNK]), np.int32(0))
-    assert_in_place(programs.copy, pool, pool, zeros(8), zeros(8))
+    assert_in_place(programs.copy, pool, pool, zeros(8), zeros(8), np.int32(0))
 
 
 # --- refused requests ---

@@ -61,7 +61,6 @@ SETTINGS = EngineSizes(
     page=16,
     pages=70,
     prefill_tokens=128,
-    text_tokens=32,
     few_rows=2,
     steps=7,
 )

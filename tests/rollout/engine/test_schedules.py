@@ -56,7 +56,6 @@ SETTINGS = EngineSizes(
     page=4,
     pages=64,
     prefill_tokens=16,
-    text_tokens=8,
     few_rows=2,
     drafts=2,
     steps=2,
@@ -69,7 +68,6 @@ OTHERS = EngineSizes(
     page=8,
     pages=48,
     prefill_tokens=8,
-    text_tokens=8,
     few_rows=6,
     drafts=3,
     steps=2,
@@ -569,6 +567,37 @@ def test_cached_frames_are_not_encoded_again(bench, monkeypatch):
     assert encoded == []
     engine.generate([Request(*written(OPENINGS[3]), Sampling(4), 3)])
     assert encoded == [_B]
+
+
+def test_a_used_engine_repeats_a_fresh_one_bit_for_bit(bench):
+    """A run that goes on after a death has a fresh one. All calls have the same rows."""
+    wanted = [
+        Request(*written((*opening, *tail)), Sampling(new, 0.6), seed)
+        for opening in OPENINGS[:5]
+        for tail, new in (((1,), 9), ((2, 1, 1), 7))
+        for seed in (1, 2, 3)
+    ]
+
+    def play(engine: Engine) -> tuple[list[Sample], list[tuple]]:
+        calls = []
+        run = engine.runner._run
+
+        def watched(*given):
+            drawn, layout = run(*given)
+            calls.append((layout.rows, list(map(len, layout.shared)), drawn.counts.tolist()))
+            return drawn, layout
+
+        engine.runner._run = watched  # pyright: ignore[reportAttributeAccessIssue]
+        return engine.generate(wanted), calls
+
+    fresh, used = bench.engine(), bench.engine()
+    used.generate([dataclasses.replace(request, seed=7) for request in wanted[::-2]])
+    used.load(bench.weights[WEIGHTS], WEIGHTS)
+    (expected, calls), (found, more) = play(fresh), play(used)
+    assert calls == more
+    for one, other in zip(expected, found, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
 # --- by example, what schedules seldom meet ---

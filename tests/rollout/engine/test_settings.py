@@ -14,7 +14,6 @@ from paravt_jax.world import text as world_text
 from paravt_jax.world.videos import SECONDS
 from rollout.engine.settings import (
     LABEL_TOKENS,
-    MOST_PREFILL,
     REQUEST_TOKENS,
     EngineSettings,
     EngineSizes,
@@ -42,10 +41,6 @@ def test_every_sequence_of_a_run_fits(longest, tuning, rows_per_prefix):
     sub_agent = longest.crop_prompt + longest.report
     assert engine.longest >= max(main, sub_agent)
     assert engine.pages * engine.page >= max(engine.longest, tuning.cache_tokens)
-    # Longer prompts take several calls.
-    whole = max(longest.prompt, longest.crop_prompt)
-    assert engine.prefill_tokens >= min(whole, MOST_PREFILL)
-    assert engine.prefill_tokens <= MOST_PREFILL + engine.page
     assert engine.slots >= tuning.slots
     assert engine.slots % rows_per_prefix == 0
 
@@ -78,7 +73,6 @@ VALID = EngineSizes(
     ("name", "value", "rule"),
     [
         ("prefill_tokens", 12, "multiple of page = 8"),
-        ("text_tokens", 0, "multiple of page = 8"),
         ("slots", 6, "multiple of rows_per_prefix = 4"),
         ("few_rows", 16, "at most slots = 8"),
         ("pages", 16, "at least 17"),

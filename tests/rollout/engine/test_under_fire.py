@@ -429,7 +429,6 @@ SIZES = EngineSizes(
     page=16,
     pages=160,
     prefill_tokens=320,
-    text_tokens=32,
     few_rows=4,
     steps=4,
 )
