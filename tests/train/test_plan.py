@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from configs import RECIPES
@@ -72,8 +73,7 @@ def require_same_rl(road: Any, settings: RLSettings, **axes: int) -> None:
 def test_the_plan_has_the_programs_of_a_run(road):
     require_same_cold_start(road)
     require_same_rl(road, road.run.rl)
-    changed = dataclasses.replace(road.run.rl, updates_per_batch=2)
-    require_same_rl(road, changed)
+    require_same_rl(road, dataclasses.replace(road.run.rl, updates_per_batch=2))
 
 
 @pytest.mark.slow
@@ -157,14 +157,9 @@ def test_programs_of_the_smallest_recipe_with_adapters_compile_and_fit():
 
 
 def test_what_a_token_of_the_longest_rollouts_reads():
-    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def array(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, "float32", sharding=one_device)
-
-    weights = {"layers": array(3), "embedding": array(10)}
+    weights = {"layers": jnp.zeros(3), "embedding": jnp.zeros(10)}
     residents = {"engine's weights": weights, "engine's base": {}}
-    residents["KV pool"] = array(1, 9, 2, 5, 64, 1)
+    residents["KV pool"] = jnp.zeros((1, 9, 2, 5, 64, 1))
     # The second of four hosts has 2, 8 and 4 rollouts of three prompts.
     numbers = 3 + 10 * (3 * 5120 + 14 * 8192 // 2)
     assert bytes_read(RECIPES["paravt_8b"](), residents, hosts=4) == 4 * numbers
