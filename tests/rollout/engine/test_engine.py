@@ -468,7 +468,7 @@ def test_the_programs_write_the_cache_in_place(small_model, weights):
         history=None,
         lengths=zeros(8),
     )
-    bank = zeros(24, 4, 64, dtype=np.float32)
+    bank = zeros(*programs.abstract_bank(24).shape, dtype=np.float32)
     pieces = Pieces(
         ids=zeros(2, 16),
         positions=zeros(3, 2, 16),
