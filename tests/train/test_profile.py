@@ -40,7 +40,6 @@ PROGRAMS = {
     "rl": {
         "_prefill",
         "_copy",
-        "_fill",
         "_decode",
         "logprobs",
         "advantages",
