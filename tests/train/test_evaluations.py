@@ -61,7 +61,7 @@ def evaluated(road, small, monkeypatch):
             sampler.load(weights, version)
             return 0
 
-    def scripted(run, data, parts, environment, weights, judge=None) -> EngineActor:
+    def scripted(run, parts, environment, weights, judge=None) -> EngineActor:
         scores = judge or Rules()
         return EngineActor(Script(), road.environment, scores, NoSync())
 
