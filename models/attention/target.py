@@ -129,12 +129,12 @@ def pad_rows(x: Any, tile: int) -> Array:
 
 
 def visible_tiles(layout: RowLayout, queries: int, keys: int) -> Bool[Array, "b i j"]:
-    """Return which tiles of packed rows, of `queries` queries x `keys` keys, may hold a visible
-    pair.
+    """Return which tiles of rows, of `queries` queries x `keys` keys, may hold a visible pair.
 
-    The length of a row is a multiple of both sizes. Prompts count by the lowest and highest number
-    of the groups in a tile, so the result is exact if groups are numbered in their order. The tile
-    of a query's own position always counts: every query, padding too, has at least one key.
+    The layout has all three arrays; rows that are not causal use the segments only. The length of a
+    row is a multiple of both sizes. Segments and prompts count by the lowest and highest number in
+    a tile, so the result is exact if they are numbered in their order. The tile of a query's own
+    position always counts: every query, padding too, has at least one key.
     """
     segments, starts, shared = layout.segments, layout.starts, layout.shared
     assert segments is not None and starts is not None and shared is not None

@@ -236,11 +236,12 @@ class Programs:
             drawn = sample(text.logits(hidden), choices, numbers)
             token, logprob = (x.reshape(fed.shape) for x in drawn)
 
-            # Of the tokens drawn, those behind right guesses count, up to the row's end.
+            # Of the tokens drawn, those behind right guesses count, up to the row's end. In a row
+            # that is active, at least one does.
             valid = alive & (ahead < accepted(token, tokens[:, 1:])[:, None])
             valid &= fed < rows.left[:, None]
-            stopped = (token[:, :, None] == rows.stops[:, None]).any(-1)
-            valid &= jnp.cumsum(stopped, axis=1) - stopped == 0
+            stops = (token[:, :, None] == rows.stops[:, None]).any(-1)
+            valid &= jnp.cumsum(stops, axis=1) - stops == 0
             count = valid.sum(axis=1)
             last = jnp.take_along_axis(token, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
             counts = state.counts + count
@@ -251,9 +252,9 @@ class Programs:
                 history = history.at[each, entries].set(token, mode="drop")
             return _State(
                 step=state.step + 1,
-                active=state.active & (counts < rows.left) & ~(stopped & valid).any(axis=1),
+                active=state.active & (counts < rows.left) & ~(stops & valid).any(axis=1),
                 counts=counts,
-                tokens=jnp.where(count > 0, last, state.tokens),
+                tokens=last,
                 history=history,
                 pages=cache.pages,
                 ids=state.ids.at[to].set(token, mode="drop"),

@@ -111,9 +111,9 @@ class ModelRunner:
             yield functools.partial(programs.decode.lower, weights, pool, rows, **static)
         yield functools.partial(programs.copy.lower, pool, *self._pairs([]))
 
-    def _row_counts(self) -> set[int]:
-        """Return the rows of each decoding program."""
-        return {self._row_count(self.settings.slots), self._row_count(1)}
+    def _row_counts(self) -> list[int]:
+        """Return the rows of each decoding program, the largest first."""
+        return sorted({self.settings.slots, self.settings.few_rows}, reverse=True)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages, from the first of each pair to the second, for at most `slots` pairs."""
