@@ -208,8 +208,11 @@ def _xla(
         shape = (j, k, t, r, block * u)
         mask = jnp.broadcast_to(seen[:, None, :, None], shape).reshape(j * k, t * r, -1)
         scores = jnp.einsum(
-            "brh,bsh->brs", queries, gathered(numbers), preferred_element_type=jnp.float32
+            "bsh,brh->bsr", gathered(numbers), queries, preferred_element_type=jnp.float32
         )
+        # With few queries, keys before queries are up to five times as fast on a CPU. Without the
+        # barrier XLA would change the order back.
+        scores = jax.lax.optimization_barrier(scores).swapaxes(1, 2)
         scores = jnp.where(mask, scores, MASKED)
         top = jnp.maximum(before, scores.max(-1))
         # Exact zeros: a query may see nothing of this block, or nothing at all.
