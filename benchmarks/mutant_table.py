@@ -443,7 +443,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "(rows.drawn[:, None] + fed)",
             "(rows.drawn[:, None] + 0 * fed)",
         ),
-        "drafts_outlive_the_limit": ("valid &= fed < rows.left[:, None]", "pass"),
+        "drafts_outlive_the_limit": (" & (fed < rows.left[:, None])", ""),
         "drafts_outlive_a_stop": ("jnp.cumsum(stops, axis=1) - stops == 0", "True"),
         "one_token_over_the_limit": ("(counts < rows.left)", "(counts <= rows.left)"),
     },

@@ -9,6 +9,7 @@ Reading order:
 5. `layout`: which row of a decoding call runs which sequence.
 6. `runner` and `programs`: the arrays of a step, and the jitted functions that take them.
 7. `sampling`: one token from a row of logits. `drafts`: guesses of the next ones.
+8. `pacing`: agents that stop at a point of virtual time and go on later.
 
 `settings` has the sizes of all of these, and derives them from the lengths of a run.
 """

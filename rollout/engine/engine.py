@@ -125,6 +125,9 @@ class Engine:
 
     def step(self) -> list[Completion]:
         """Run one round of the schedule and return the requests that finished."""
+        if self.runner.lost and not self.running:
+            self.forget()
+            self.runner.wake()
         self._expire()
         self._admit()
         self._decode()
@@ -190,7 +193,7 @@ class Engine:
         self.runner.wake()
 
     def sleep(self) -> None:
-        """Free weights and pages on the device, until `load` brings new weights.
+        """Free the pages and let go of the trained weights, until `load` brings new ones.
 
         Raises:
             ValueError: a request has no answer yet.

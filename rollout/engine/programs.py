@@ -132,6 +132,12 @@ class Programs:
         self.platform = next(iter(result_sharding.device_set)).platform
         mesh = mesh_of(weights)
         if mesh is not None:
+            tensor, heads = mesh.shape["tensor"], self.text.num_key_value_heads
+            if heads % tensor:
+                raise ValueError(
+                    f"tensor = {tensor}: it must divide the {heads} kv heads of a model that "
+                    f"samples; give its mesh a divisor of {self.text.most_tensor}"
+                )
             # Keys and values are sharded like the weights that compute them: by heads over
             # `tensor`. Results are replicated.
             pool_sharding = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
@@ -216,11 +222,11 @@ class Programs:
             if state.history is not None:
                 guesses = propose(state.history, rows.lengths + state.counts, drafts)
                 tokens = jnp.concatenate([tokens, guesses], axis=1)
-            # Rows that ended are neither read nor written.
-            alive = state.active[:, None]
+            # Rows that ended, and drafts beyond a row's end, are neither read nor written.
             fed = state.counts[:, None] + ahead
+            alive = state.active[:, None] & (fed < rows.left[:, None])
             offsets = jnp.where(alive, rows.offsets[:, None] + fed, -1)
-            shared_tokens = jnp.repeat(jnp.where(state.active, rows.shared_tokens, 0), 1 + drafts)
+            shared_tokens = jnp.where(alive, rows.shared_tokens[:, None], 0)
             shared = SharedPages(rows.shared, shared_tokens.reshape(len(rows.shared), -1))
             positions = jnp.broadcast_to((rows.positions[:, None] + fed)[None], (3, *fed.shape))
             hidden, cache = text.extend(
@@ -239,7 +245,6 @@ class Programs:
             # Of the tokens drawn, those behind right guesses count, up to the row's end. In a row
             # that is active, at least one does.
             valid = alive & (ahead < accepted(token, tokens[:, 1:])[:, None])
-            valid &= fed < rows.left[:, None]
             stops = (token[:, :, None] == rows.stops[:, None]).any(-1)
             valid &= jnp.cumsum(stops, axis=1) - stops == 0
             count = valid.sum(axis=1)

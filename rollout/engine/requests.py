@@ -143,7 +143,7 @@ Completion = tuple[int, Sample]  # a request's ticket, and its sample
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Anything that answers requests: the engine, or a scripted one in a test."""
+    """Anything that answers requests: the engine, or an endpoint."""
 
     def submit(self, request: Request) -> int:
         """Accept a request and return its ticket."""

@@ -77,10 +77,15 @@ class ModelRunner:
         self._columns = -(-settings.longest // settings.page)
 
     def wake(self) -> None:
-        """Allocate the pool, if `sleep` freed it."""
-        if self.pool is None:
+        """Allocate the pool, if `sleep` freed it or it was lost."""
+        if self.pool is None or self.lost:
             self.pool = self._programs.make_pool(self.settings.pages)
             self.no_vectors = zeros(self._abstract_bank)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a call took the pool and was interrupted before it gave it back."""
+        return self.pool is not None and self.pool.is_deleted()
 
     def sleep(self) -> None:
         """Free the device's memory."""

@@ -53,8 +53,9 @@ class EngineSequence:
         |<------ computed = 11 ------>|
 
     Shared pages are in the tree, where other sequences find them. After prefill they include the
-    prompt's last page, even if it is partial. Own pages are still to be written. There are enough
-    of them for the longest possible response.
+    prompt's last page, even if it is partial, unless the tree has another page that begins like it.
+    The rest of the own pages is still to be written. There are enough of them for the longest
+    possible response.
 
     Attributes:
         ticket: the request's number.
@@ -131,7 +132,7 @@ def make_prompt(
         ValueError: placeholders and frames do not match.
         VideoError: a video cannot be read any more.
     """
-    ids = np.asarray(request.ids, np.int32)
+    ids = np.array(request.ids, np.int32)
     if request.begun is not None:
         ids = np.concatenate([ids, request.begun.ids]).astype(np.int32)
     count = sum(features.tokens(frame) for frame in request.frames)

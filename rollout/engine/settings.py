@@ -167,8 +167,9 @@ def sizes_for_single_episodes(
         crop_prompt=round_up(crop, BUCKET),
         report=limits.summary_tokens + 1,
     )
-    episode = longest.prompt + longest.response
-    episode += limits.max_calls * (longest.crop_prompt + longest.report)
+    # Rounded, because every sequence has pages of its own.
+    episode = round_up(longest.prompt + longest.response, BUCKET)
+    episode += limits.max_calls * round_up(longest.crop_prompt + longest.report, BUCKET)
     settings = EngineSettings(slots=episodes * limits.max_calls, cache_tokens=episodes * episode)
     return engine_sizes(longest, settings, rows_per_prefix=limits.max_calls)
 
