@@ -1,8 +1,7 @@
 """The engine's compiled programs: prefill, decoding, and copies of pages.
 
 The KV cache is one array, the pool: a fixed number of pages for all layers
-(`models.attention.PagedCache`). Its last page is never allocated: idle rows and padding have it in
-their tables.
+(`models.attention.PagedCache`).
 
 The pool takes most of the device's memory, so two of them would not fit. Every program therefore
 takes the pool donated and returns it: XLA writes into the same buffer. The caller's old reference
@@ -63,7 +62,7 @@ class DecodeRows(NamedTuple):
     Attributes:
         tokens: the last token of each row, the input of the first step.
         positions: the position of that token.
-        offsets: its offset on the row's own pages; -1 in an idle row.
+        offsets: its offset on the row's own pages.
         tables: these pages, and those that new tokens are written to.
         shared: the pages that each group reads together.
         shared_tokens: tokens that the row sees on them.
@@ -163,11 +162,11 @@ class Programs:
         """Return the shape, type and sharding of `make_pool`, to compile programs before it takes
         memory."""
         heads, head_dim = self.text.num_key_value_heads, self.text.head_dim
-        shape = (self.text.num_hidden_layers, pages + 1, 2, heads, self.page, head_dim)
+        shape = (self.text.num_hidden_layers, pages, 2, heads, self.page, head_dim)
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._pool_sharding)
 
     def make_pool(self, pages: int) -> Pool:
-        """Return a pool of `pages` pages filled with zeros, and one more page for padding."""
+        """Return a pool of `pages` pages filled with zeros."""
         return zeros(self.abstract_pool(pages))
 
     def abstract_bank(self, tokens: int) -> jax.ShapeDtypeStruct:

@@ -95,8 +95,7 @@ class ModelRunner:
     def warm_up(self, weights: Any) -> None:
         """Compile every program, by running each with idle rows only."""
         self._prefill(_Call(self.settings), weights)
-        # Copy the page that is never allocated onto itself.
-        self.copy([(self.settings.pages, self.settings.pages)])
+        self.copy([])
         for rows in self._row_counts():
             self._run([], [], rows, weights)
 
@@ -224,7 +223,6 @@ class ModelRunner:
     def _idle_rows(self, count: int) -> DecodeRows:
         """Return the arrays of the program of `count` rows, all of them idle."""
         settings = self.settings
-        table = functools.partial(np.full, fill_value=settings.pages, dtype=np.int32)
         history = None
         if self._drafts and count == settings.few_rows:
             # With room for the tokens that a call draws.
@@ -233,9 +231,9 @@ class ModelRunner:
         return DecodeRows(
             tokens=np.zeros(count, np.int32),
             positions=np.zeros(count, np.int32),
-            offsets=np.full(count, -1, np.int32),
-            tables=table((count, self._columns)),
-            shared=table((count // settings.rows_per_prefix, self._columns)),
+            offsets=np.zeros(count, np.int32),
+            tables=np.zeros((count, self._columns), np.int32),
+            shared=np.zeros((count // settings.rows_per_prefix, self._columns), np.int32),
             shared_tokens=np.zeros(count, np.int32),
             drawn=np.zeros(count, np.int32),
             left=np.zeros(count, np.int32),
@@ -302,7 +300,7 @@ class _Call:
             positions=np.zeros((3, jobs, size), np.int32),
             index=np.full((jobs, size), -1, np.int32),
             offsets=np.full((jobs, size), -1, np.int32),
-            tables=np.full((jobs, columns), settings.pages, np.int32),
+            tables=np.zeros((jobs, columns), np.int32),
         )
         self._next_job = 0
 
