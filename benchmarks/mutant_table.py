@@ -445,7 +445,6 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "drafts_outlive_the_limit": (" & (fed < rows.left[:, None])", ""),
         "drafts_outlive_a_stop": ("jnp.cumsum(stops, axis=1) - stops == 0", "True"),
-        "one_token_over_the_limit": ("(counts < rows.left)", "(counts <= rows.left)"),
     },
     (f"{_ENGINE}/drafts.py", ("tests/rollout/engine/test_drafts.py",)): {
         "earliest_match": ("size - 1 - jnp.argmax(matching[::-1])", "jnp.argmax(matching)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -55,7 +56,9 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
     try:
         return _config(content)
     except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
+        model = pathlib.Path(source).parent / "model"
+        perhaps = f"; perhaps you meant {model}" if model.is_dir() else ""
+        raise ValueError(f"{source}: {error}{perhaps}") from error
 
 
 def _config(content: Mapping[str, Any]) -> ModelConfig:

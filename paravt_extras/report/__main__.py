@@ -28,10 +28,9 @@ def write_page(run_dir: str) -> None:
     """Write report.html into the directory of a run, which may be in a bucket."""
     require_folder_or_bucket("run_dir", run_dir)
     with small_files(run_dir) as folder:
-        if not (folder / "config.json").exists():
-            raise ValueError(
-                f"run_dir = {run_dir}: has no config.json; give the directory of a run"
-            )
+        is_evaluation = (folder / "summary.json").exists()
+        if is_evaluation or not (folder / "config.json").exists():
+            raise ValueError(f"run_dir = {run_dir}: holds no run; give the directory of a run")
         page = write_report(folder)
         if is_bucket(run_dir):
             with named_errors(run_dir):

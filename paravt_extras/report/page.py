@@ -206,7 +206,7 @@ def _facts(result: Record, dtype: str | None) -> list[tuple[str, str, bool | Non
     )
     facts: list[tuple[str, str, bool | None]] = []
     if "seconds" in result:
-        facts.append(("total time", tqdm.format_interval(result["seconds"]), None))
+        facts.append(("first step to last", tqdm.format_interval(result["seconds"]), None))
     for key, title, most in rules:
         if key in result:
             verdict = None if most is None else result[key] <= most

@@ -20,7 +20,6 @@ Read = Callable[[pathlib.Path], object]
 OTHER = ("[]", "{}", "3", "null", '{"rows": 3', '"text"', "")
 READERS: list[tuple[str, Read]] = [
     ("evaluation/before-4.json", result_so_far),
-    ("evaluation/curve-000020-4.json", result_so_far),
     ("result.json", read_result),
     ("result.json", write_report),
     ("config.json", write_report),
@@ -62,5 +61,8 @@ def test_commands_print_the_line_and_no_traceback(tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 1
     (tmp_path / "result.json").write_text("[]")
     assert summarise([str(tmp_path)]) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and all("config.json" in line and "damaged" in line for line in lines)
+    (tmp_path / "summary.json").write_text("{}")
+    assert report.main([str(tmp_path)]) == 1
+    printed = capsys.readouterr().err
+    assert printed.count("config.json: damaged") == 2 and "holds no run" in printed
+    assert printed.count("\n") == 3
