@@ -63,6 +63,5 @@ def test_commands_print_the_line_and_no_traceback(tmp_path, capsys):
     assert summarise([str(tmp_path)]) == 1
     (tmp_path / "summary.json").write_text("{}")
     assert report.main([str(tmp_path)]) == 1
-    printed = capsys.readouterr().err
-    assert printed.count("config.json: damaged") == 2 and "holds no run" in printed
-    assert printed.count("\n") == 3
+    kinds = ["damaged" in line for line in capsys.readouterr().err.splitlines()]
+    assert kinds == [True, True, False]
