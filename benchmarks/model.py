@@ -586,7 +586,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="file for the machine and all measured times")
     args = parser.parse_args()
-    require_local("--json", args.json)
+    if args.json:
+        require_local("--json", args.json)
     case = CASES[args.case]
     hardware = machine()
     seconds, memory = compare(case, args.rounds, tuple(args.jobs))
