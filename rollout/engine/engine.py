@@ -126,6 +126,7 @@ class Engine:
     def step(self) -> list[Completion]:
         """Run one round of the schedule and return the requests that finished."""
         if self.runner.lost and not self.running:
+            # What the tree says of the old pages is not on the new ones.
             self.forget()
             self.runner.wake()
         self._expire()

@@ -53,9 +53,9 @@ class EngineSequence:
         |<------ computed = 11 ------>|
 
     Shared pages are in the tree, where other sequences find them. After prefill they include the
-    prompt's last page, even if it is partial, unless the tree has another page that begins like it.
-    The rest of the own pages is still to be written. There are enough of them for the longest
-    possible response.
+    prompt's last page, even if it is partial. (If another page of the tree begins like it, it stays
+    the first own page.) All other own pages are still to be written. There are enough of them for
+    the longest possible response.
 
     Attributes:
         ticket: the request's number.

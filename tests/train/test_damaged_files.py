@@ -20,6 +20,7 @@ Read = Callable[[pathlib.Path], object]
 OTHER = ("[]", "{}", "3", "null", '{"rows": 3', '"text"', "")
 READERS: list[tuple[str, Read]] = [
     ("evaluation/before-4.json", result_so_far),
+    ("evaluation/curve-000020-4.json", result_so_far),
     ("result.json", read_result),
     ("result.json", write_report),
     ("config.json", write_report),
@@ -57,11 +58,9 @@ def test_a_damaged_line_of_the_metrics_is_named(tmp_path, line):
 
 
 def test_commands_print_the_line_and_no_traceback(tmp_path, capsys):
-    (tmp_path / "config.json").write_text("[]")
-    assert report.main([str(tmp_path)]) == 1
-    (tmp_path / "result.json").write_text("[]")
-    assert summarise([str(tmp_path)]) == 1
-    (tmp_path / "summary.json").write_text("{}")
-    assert report.main([str(tmp_path)]) == 1
-    kinds = ["damaged" in line for line in capsys.readouterr().err.splitlines()]
-    assert kinds == [True, True, False]
+    mains = {"config.json": report.main, "result.json": summarise, "summary.json": report.main}
+    for name, main in mains.items():
+        (tmp_path / name).write_text("[]")
+        assert main([str(tmp_path)]) == 1
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.count("config.json: damaged") for line in printed] == [1, 1, 0]
