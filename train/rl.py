@@ -83,7 +83,8 @@ def train_rl(
             observer.show(step, trained)
         carried = None if pool is None else pool.state
         cursor = (questions.get_state(), carried)
-        saver.done(step, state, metrics, cursor, trained.lengths * settings.updates_per_batch)
+        updates = settings.updates_per_batch
+        saver.done(step, state, metrics, cursor, trained.lengths, updates)
         if saver.is_regular(step) and step < settings.steps:
             observer.evaluate_step(step)
     actor.sleep()

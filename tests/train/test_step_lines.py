@@ -16,7 +16,7 @@ SFT = {
     "tokens": 8000.0,
     "time/step": 31.24,
     "speed/tokens": 4204.3,
-    "speed/mfu": 0.3812,
+    "speed/mfu_update": 0.3812,
 }
 RL = {
     "phase": "rl",

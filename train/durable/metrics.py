@@ -52,7 +52,8 @@ _SHOWN = {
     "compliance": "compliance {:.2f}",
     "calls": "calls {:.2f}",
     "speed/tokens": "{:,.0f} tok/s",
-    "speed/mfu": "MFU {:.1%}",
+    "speed/mfu_update": "MFU {:.1%}",
+    "speed/mfu_reference": "reference MFU {:.1%}",
 }
 
 

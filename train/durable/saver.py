@@ -215,6 +215,7 @@ class Saver:
         metrics: Mapping[str, float],
         cursor: Any,
         lengths: Sequence[GroupLengths] = (),
+        updates: int = 1,
     ) -> None:
         """Record a finished step, and save the state if a checkpoint is due.
 
@@ -224,7 +225,8 @@ class Saver:
             metrics: Those of the step, with "loss".
             cursor: Position in the data after the step: records of episodes, arrays, and what
                 JSON can hold.
-            lengths: Lengths of the sequences of its updates, which tell their speed.
+            lengths: Lengths of its sequences, which tell its speed.
+            updates: Number of its updates.
 
         Raises:
             ValueError: The loss, the gradient norm or a number of a state to save is not finite.
@@ -234,7 +236,10 @@ class Saver:
         # A sum is finite only if both terms are.
         if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
             raise self._diverged(f"the loss of {self._step(step)}")
-        measured = self._measured(step, state, metrics, lengths)
+        measured = self._measured(step)
+        if lengths and self._parts is not None:
+            devices = jax.tree.leaves(state)[0].sharding.num_devices
+            measured |= speeds(lengths, self._parts.model.config, metrics, devices, updates)
         values = {**metrics, **measured}
         line = self._home.metrics.write(self.name, step, values, self._again)
         if hosts.is_first():
@@ -248,22 +253,11 @@ class Saver:
         if asked is not None:
             raise Stopped(asked, f"stopped after {self._step(step)}, which is saved")
 
-    def _measured(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, float],
-        lengths: Sequence[GroupLengths],
-    ) -> dict[str, float]:
-        """Return the metrics that every phase has: memory, compilations, and speed of an update."""
+    def _measured(self, step: int) -> dict[str, float]:
+        """Return the metrics that every phase has: compilations, and memory."""
         compiled = self._home.compilations.count - self._compiled
         is_warm = step - self.finished_steps > WARM_UP
-        measured = {"recompilations": float(compiled if is_warm else 0)} | memory()
-        if lengths and self._parts is not None:
-            seconds = metrics.get("time/update", metrics.get("time/step", math.inf))
-            devices = jax.tree.leaves(state)[0].sharding.num_devices
-            measured |= speeds(lengths, self._parts.model.config, seconds, devices)
-        return measured
+        return {"recompilations": float(compiled if is_warm else 0)} | memory()
 
     def _is_made_again(self) -> bool:
         """Return whether the last checkpoint is lost, although something was made from it.

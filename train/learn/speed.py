@@ -1,14 +1,15 @@
-"""Speed of an update: tokens per second, and model FLOPs utilisation (MFU).
+"""Speed of a step: tokens per second, and model FLOPs utilisation (MFU) of update and reference.
 
-MFU compares the FLOPs that an update needs with the peak of the devices. Padding and recomputation
-do not count as needed, so the FLOPs of a batch depend on its tokens only, not on how it is padded,
-split or sharded. A prompt counts once per group; only behind it are there logits.
+MFU compares the FLOPs that a computation needs with the peak of the devices. Padding and
+recomputation do not count as needed, so the FLOPs of a batch depend on its tokens only, not on how
+it is padded, split or sharded. A prompt counts once per group; only behind it are there logits.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -16,16 +17,23 @@ from jax.experimental.pallas import tpu as pltpu
 from models.config import ModelConfig, forward_flops
 from train.learn.packing import GroupLengths
 
-# Dense bfloat16 FLOP/s from NVIDIA's data sheets. JAX knows the peaks of TPUs.
+# Dense bfloat16 FLOP/s from NVIDIA's data sheets. The first name that fits counts. JAX knows the
+# peaks of TPUs.
 _GPUS = {
+    "A10": 125e12,
     "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
+    "GH200": 989e12,
     "B200": 2250e12,
     "L40S": 362e12,
     "L4": 121e12,
+    "RTX A6000": 155e12,
     "RTX 3090": 71e12,
     "RTX 4090": 165e12,
+    "RTX 5090": 209e12,
 }
 
 
@@ -46,20 +54,32 @@ def peak_flops() -> float | None:
 
 
 def speeds(
-    lengths: Sequence[GroupLengths], config: ModelConfig, seconds: float, devices: int
+    lengths: Sequence[GroupLengths],
+    config: ModelConfig,
+    seconds: Mapping[str, float],
+    devices: int,
+    updates: int = 1,
 ) -> dict[str, float]:
-    """Return the metrics `speed/tokens`, per second, and `speed/mfu` where the peak is known.
+    """Return the metrics `speed/tokens`, per second of the update, and where the peak is known,
+    `speed/mfu_update` and `speed/mfu_reference`.
 
     Args:
-        lengths: Lengths of all trajectories of one update.
+        lengths: Lengths of all trajectories of the step.
         config: Sizes of the model.
-        seconds: Duration of the update.
+        seconds: Metrics of the step, with the duration `time/update`. Where a reference has scored
+            the trajectories, `time/reference` is there, too. A cold start has only `time/step`.
         devices: Number of devices that computed it.
+        updates: Number of updates from these trajectories.
     """
-    figures = {"speed/tokens": real_tokens(lengths) / seconds}
+    of_update = seconds.get("time/update", seconds.get("time/step", math.inf)) / updates
+    figures = {"speed/tokens": real_tokens(lengths) / of_update}
     peak = peak_flops()
     if peak is not None:
-        figures["speed/mfu"] = update_flops(lengths, config) / seconds / (devices * peak)
+        flops = score_flops(lengths, config) / (devices * peak)
+        # The backward pass costs twice the forward pass.
+        figures["speed/mfu_update"] = 3 * flops / of_update
+        if "time/reference" in seconds:
+            figures["speed/mfu_reference"] = flops / seconds["time/reference"]
     return figures
 
 
@@ -77,10 +97,9 @@ def visible_pairs(prompt: int, suffixes: Sequence[int]) -> float:
     return prompt * (prompt + 1) / 2 + of_rollouts
 
 
-def update_flops(groups: Sequence[GroupLengths], config: ModelConfig) -> float:
-    """Return the FLOPs of the forward and the backward pass of an update, without recomputation."""
+def score_flops(groups: Sequence[GroupLengths], config: ModelConfig) -> float:
+    """Return the FLOPs of the log-probs of a step: a forward pass."""
     pairs = sum(visible_pairs(*group) for group in groups)
     # Those behind the prompts.
     with_logits = sum(sum(group.suffixes) for group in groups)
-    # The backward pass costs twice the forward pass.
-    return 3 * forward_flops(config, real_tokens(groups), with_logits, pairs)
+    return forward_flops(config, real_tokens(groups), with_logits, pairs)
