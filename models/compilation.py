@@ -6,6 +6,8 @@ same shapes, types and shardings uses it, and does not compile again.
 On disk, they are for the next start, which loads them instead of compiling. The cache is JAX's own.
 A program's key covers its code, the versions of JAX and XLA, compiler flags and the devices, for a
 CPU also its instruction set. A program that is loaded is the same code, so results do not change.
+On a GPU, JAX also keeps there which kernels XLA chose by trying them (autotuning), operation by
+operation: most of the time of compiling. A program that has changed tries its new operations only.
 If the variable JAX_COMPILATION_CACHE_DIR is set, JAX uses that folder and nothing here applies; if
 it is empty, nothing is kept.
 """
@@ -16,7 +18,8 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -42,30 +45,57 @@ _PROGRAM = "-cache"
 _LAST_USE = "-atime"
 
 
-def compile_ahead(lowerings: Iterable[Lowering], shown: bool = True) -> None:
+def compile_ahead(lowerings: Iterable[Lowering], shown: bool = True) -> list[tuple[str, float]]:
     """Compile programs in threads; XLA releases Python's lock while it compiles.
 
     Programs that are compiled already take no time.
 
     Args:
         lowerings: The programs. Those that take longest should come first.
-        shown: Whether to show progress.
+        shown: Whether to show progress: the program that was compiled last, and its seconds.
+
+    Returns:
+        The name of each program, and the seconds that compiling it took beside the others, in the
+        order in which they ended.
 
     Raises:
         JaxRuntimeError: A program cannot be compiled; for example, it needs too much memory.
     """
     pool = ThreadPoolExecutor(compile_threads())
+    compiled: list[tuple[str, float]] = []
     try:
         # Tracing is Python code, so threads would not make it faster. Meanwhile, the threads
         # compile what is traced already.
-        compiling = [pool.submit(lower().compile) for lower in lowerings]
+        compiling = {
+            pool.submit(_seconds_of, lower().compile): program_name(lower) for lower in lowerings
+        }
         finished = as_completed(compiling)
         count = len(compiling)
         with tqdm(finished, "compile", count, unit="program", delay=1, disable=not shown) as bar:
             for future in bar:
-                future.result()
+                name, seconds = compiling[future], future.result()
+                compiled.append((name, seconds))
+                bar.set_postfix_str(f"{name}: {seconds:.0f} s", refresh=False)
     finally:
         pool.shutdown(cancel_futures=True)
+    return compiled
+
+
+def _seconds_of(function: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def program_name(lowering: Any) -> str:
+    """Return the name of a program: its function, and the shapes of its tokens and pages."""
+    program = lowering.func.__self__
+    words = [getattr(program, "jitted", program).__name__.strip("_")]
+    for argument in lowering.args:
+        for array in ("ids", "tables"):
+            if hasattr(argument, array):
+                words.append(array + " " + "x".join(map(str, getattr(argument, array).shape)))
+    return " ".join(words)
 
 
 class Compilations:

@@ -63,7 +63,8 @@ BATCH = PartitionSpec(ROWS)
 Axes = str | tuple[str, ...] | None
 T = TypeVar("T")
 
-# Traces a program for given arguments. `models.compilation` compiles the result.
+# Traces a program for given arguments: a `functools.partial` of the program's `lower`.
+# `models.compilation` names it after the program, and compiles the result.
 Lowering = Callable[[], jax.stages.Lowered]
 
 

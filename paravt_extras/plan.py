@@ -31,6 +31,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs import RECIPES
+from models.compilation import program_name
 from models.config import ModelConfig
 from models.features.encoder import tower_mesh, tower_program
 from models.lora import cast
@@ -276,26 +277,15 @@ def programs(run: Run, devices: Sequence[Any], host: Sequence[Any]) -> list[Prog
             lowerings += reference_lowerings(planned, step)
             if engine is not None:
                 lowerings.append(engine.sync)
-        every += [Program(_name(name, lower), lower, residents) for lower in lowerings]
+        every += [Program(f"{name} {program_name(x)}", x, residents) for x in lowerings]
     residents = training | moments
     if engine is not None:
         residents |= {"engine's weights": engine.weights, "engine's base": engine.base}
         residents |= {"KV pool": engine.pool}
         if engine.shares:
             del residents["base"]
-        every += [Program(_name("", lower), lower, residents) for lower in engine.lowerings]
+        every += [Program(program_name(x), x, residents) for x in engine.lowerings]
     return [*every, Program("vision", vision, residents)]
-
-
-def _name(phase: str, lowering: Any) -> str:
-    """Return the name of a program: its phase, its function, and the shapes of its tokens and
-    pages."""
-    words = [phase, lowering.func.__self__.jitted.__name__.strip("_")]
-    for argument in lowering.args:
-        for array in ("ids", "tables"):
-            if hasattr(argument, array):
-                words.append(array + " " + "x".join(map(str, getattr(argument, array).shape)))
-    return " ".join(words).strip()
 
 
 def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +31,8 @@ def test_a_call_uses_what_was_compiled_ahead(placed):
         x = jax.device_put(x, place)
     counter = Compilations()
     sizes = [np.ones((3, size), np.float32) for size in (1, 2, 3)]
-    compile_ahead([functools.partial(program.lower, abstract(x), y) for y in sizes])
+    compiled = compile_ahead([functools.partial(program.lower, abstract(x), y) for y in sizes])
+    assert [name for name, _ in compiled] == ["<lambda>"] * 3
     assert counter.count == len(sizes)
     for y in sizes:
         program(x.copy(), y)
@@ -37,32 +40,37 @@ def test_a_call_uses_what_was_compiled_ahead(placed):
     assert counter.count <= len(sizes) + copies
 
 
+def lowering(compile: Callable[[], Any]) -> Any:
+    """Return the lowering of a program that is compiled by a function."""
+
+    class Program:
+        __name__ = "program"
+
+        def lower(self) -> Any:
+            return types.SimpleNamespace(compile=compile)
+
+    return functools.partial(Program().lower)
+
+
 def test_programs_compile_side_by_side(monkeypatch):
     """Each of two programs only compiles once the other one has begun."""
     monkeypatch.setattr(module, "compile_threads", lambda: 2)
     both = threading.Barrier(2, timeout=60)
 
-    class Lowered:
-        def compile(self) -> None:
-            both.wait()
-
-    programs: list[Any] = [Lowered, Lowered]
-    compile_ahead(programs)
+    compile_ahead([lowering(both.wait)] * 2)
 
 
 def test_a_program_that_cannot_be_compiled_ends_the_work(monkeypatch):
     monkeypatch.setattr(module, "compile_threads", lambda: 1)
     compiled = []
 
-    class Lowered:
-        def compile(self) -> None:
-            compiled.append(self)
-            time.sleep(0.01)  # meanwhile, what waits is cancelled
-            raise ValueError("too large")
+    def compile() -> None:
+        compiled.append(0)
+        time.sleep(0.01)  # meanwhile, what waits is cancelled
+        raise ValueError("too large")
 
-    programs: list[Any] = [Lowered] * 50
     with pytest.raises(ValueError, match="too large"):
-        compile_ahead(programs)
+        compile_ahead([lowering(compile)] * 50)
     assert len(compiled) < 50
 
 
