@@ -44,7 +44,6 @@ class Hub:
             addresses.
         gated: Ids of repositories whose files need a token and consent.
         cuts: Number of downloads to break off in the middle of a file.
-        port: Port to listen on; 0: any free one.
 
     Attributes:
         url: The address, for HF_ENDPOINT.
@@ -57,14 +56,13 @@ class Hub:
         repositories: Mapping[str, pathlib.Path],
         gated: Collection[str] = (),
         cuts: int = 0,
-        port: int = 0,
     ):
         self.repositories = dict(repositories)
         self.gated = frozenset(gated)
         self.cuts = cuts
         self.requests: list[str] = []
         self._lock = threading.Lock()
-        self._server = _Server(self, port)
+        self._server = _Server(self)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Hub:
@@ -118,8 +116,8 @@ class _Server(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, hub: Hub, port: int):
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, hub: Hub):
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.hub = hub
 
 

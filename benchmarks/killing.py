@@ -32,7 +32,6 @@ import jax
 import numpy as np
 import tyro
 
-from paravt_jax.data.any_path import require_local
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import MEASURED, PHASES, read_metrics
 
@@ -54,11 +53,6 @@ class Killing:
     """Seed of the random moments and signals."""
     max_staleness: int = 0
     """Updates that a rollout may outlive. Above 0, all kills are in RL, with episodes in flight."""
-    folder: str = ""
-    """Folder for the runs; a temporary one if empty."""
-
-    def __post_init__(self):
-        require_local("folder", self.folder)
 
 
 @dataclasses.dataclass
@@ -372,12 +366,12 @@ def finish(
 def main() -> None:
     asked = tyro.cli(Killing, prog="python -m benchmarks.killing")
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = pathlib.Path(asked.folder or temporary).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        tally = kill_again_and_again(
-            asked.times, asked.seed, folder, folder / "compiled", asked.max_staleness
-        )
+    # It stays if a check fails.
+    folder = pathlib.Path(tempfile.mkdtemp())
+    tally = kill_again_and_again(
+        asked.times, asked.seed, folder, folder / "compiled", asked.max_staleness
+    )
+    shutil.rmtree(folder)
     minutes = (time.monotonic() - begin) / 60
     print(
         f"{tally.kills.total()} kills, {tally.runs} runs, each equal to the undisturbed one; "

@@ -1,24 +1,20 @@
 """Runs two steps of SFT, and two of PARA-GRPO after them, on files in the published format.
 
 The command is `train.run` with two more recipes, `published_sft` and `published_rl`, and the real
-tokenizer. `prepare` as first argument runs `train.prepare`. `write` writes the files that the
-recipes read:
+tokenizer. Tests write the files that the recipes read (`write_files`).
 
-    python -m benchmarks.published_run write FOLDER ASSETS
-    python -m benchmarks.published_run [prepare] --config=published_sft --model.path FOLDER ...
+    python -m benchmarks.published_run --config=published_sft --model.path FOLDER ...
 """
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
 
-import train.prepare
 import train.run
 from configs import RECIPES
 from models.features import FrameSettings
@@ -132,10 +128,4 @@ RECIPES.setdefault("published_sft", published_sft)
 RECIPES.setdefault("published_rl", published_rl)
 
 if __name__ == "__main__":
-    command = sys.argv[1] if len(sys.argv) > 1 else ""
-    if command == "write":
-        write_files(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3]))
-    elif command == "prepare":
-        raise SystemExit(train.prepare.main(sys.argv[2:]))
-    else:
-        raise SystemExit(train.run.main())
+    raise SystemExit(train.run.main())

@@ -29,7 +29,6 @@ import tyro
 
 from benchmarks.hub import Hub
 from benchmarks.killing import EXIT_CODES, check_end, environment
-from paravt_jax.data.any_path import require_local
 from train.durable.metrics import read_metrics
 
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
@@ -52,11 +51,6 @@ class Machine:
     """One disturbed run for each."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the run, such as `--rl.steps=2`."""
-    folder: str = ""
-    """Folder for the runs; a temporary one if empty."""
-
-    def __post_init__(self):
-        require_local("folder", self.folder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,10 +216,10 @@ def _say(text: str) -> None:
 def main() -> None:
     machine = tyro.cli(Machine, prog="python -m benchmarks.rehearsal")
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = pathlib.Path(machine.folder or temporary).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        compare(machine, folder)
+    # It stays if a check fails.
+    folder = pathlib.Path(tempfile.mkdtemp())
+    compare(machine, folder)
+    shutil.rmtree(folder)
     count = len(MOMENTS) * len(machine.signals)
     minutes = (time.monotonic() - begin) / 60
     print(

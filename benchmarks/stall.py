@@ -1,17 +1,15 @@
 """Times a sampler whose episode asks for four crops that take a second each to read.
 
-    python -m benchmarks.stall
-
-The engine has a tiny model with random weights. One episode's first turn is scripted: it calls for
-four crops. Other agents sample all the time. Reported are the seconds until all four sub-agents
-have their frames, and the longest time between two steps of the sampler.
+`tests/rollout/test_reading.py` runs it. The engine has a tiny model with random weights. One
+episode's first turn is scripted: it calls for four crops. Other agents sample all the time.
+Measured are the seconds until all four sub-agents have their frames, and the longest time between
+two steps of the sampler.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -142,8 +140,6 @@ class Stall:
     """From the turn with the calls until all sub-agents have their frames."""
     pause: float
     """Longest time between two steps of the sampler, without the vision tower's program."""
-    steps: int
-    """Steps of the sampler."""
 
 
 class Setting:
@@ -215,16 +211,4 @@ class Setting:
         (episode,), sampler = self.play(features, self.questions[:1], busy=BUSY)
         assert len(episode.turns[0].calls) == len(CALLS)
         assert all(outcome.status.executed for outcome in episode.turns[0].calls)
-        return Stall(sampler.started - sampler.asked, max(sampler.pauses), len(sampler.pauses))
-
-
-def main() -> int:
-    """Run the command; returns its exit code."""
-    setting = Setting()
-    for number in range(5):
-        print(json.dumps({"round": number} | dataclasses.asdict(setting.stall())), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        return Stall(sampler.started - sampler.asked, max(sampler.pauses))

@@ -23,7 +23,7 @@ def paravt_2b_lora() -> Run:
     cache of the engine is chosen so that all 32 rollouts fit at these limits.
 
     The largest programs were compiled for v5e:1x1 and fit (docs/scale.md). A GPU of 24 GB fits by
-    an estimate. Nothing has run on either.
+    an estimate. A step of an earlier commit ran on an H200 (docs/training.md).
 
     Rank, learning rates and numbers of steps are our choice and not tuned. The learning rates are
     ten times those of training all weights.

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
@@ -25,7 +27,11 @@ from paravt_extras.scenes.storyboard import SceneSettings
 from paravt_extras.scenes.write import ANNOTATIONS, MEDIA, write_scenes
 from paravt_extras.slices import found_devices
 from paravt_jax.data.any_path import require_local
+from paravt_jax.data.published import open_table, read_table
+from paravt_jax.method.tokenizer import Dialect, Vocabulary
+from paravt_jax.method.tools.tool import Tool
 from paravt_jax.processes import cluster, hosts
+from paravt_jax.world.vocabulary import build_vocabulary, recurring_texts
 from train.cli import parse
 from train.model_folder import copy_tokenizer
 from train.run import command, train
@@ -126,6 +132,14 @@ def _make_weights(run: Run, folder: pathlib.Path) -> pathlib.Path:
     model = nnx.jit(lambda: VisionLanguageModel(config, rngs=nnx.Rngs(run.seed)))()
     save(model, weights, files=sorted(tokenizer.iterdir()))
     return weights
+
+
+def scene_vocabulary(scenes: pathlib.Path, tools: Sequence[Tool], dialect: Dialect) -> Vocabulary:
+    """Return a vocabulary with the words of drawn scenes, for where no tokenizer can be fetched."""
+    tables = sorted((scenes / ANNOTATIONS).glob("*.parquet"))
+    rows = [str(row) for table in tables for row in read_table(open_table(table))]
+    words = sorted({word for row in rows for word in re.findall(r" ?[^\W\d_]+", row)})
+    return build_vocabulary([*recurring_texts(tools, dialect), *words], dialect)
 
 
 def main(argv: list[str] | None = None) -> int:

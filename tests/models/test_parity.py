@@ -1,7 +1,4 @@
-"""Equality with transformers: two recorded cases of Qwen3-VL, and all cases live with torch.
-
-`benchmarks.parity` prints what is measured here.
-"""
+"""Equality with transformers: two recorded cases of Qwen3-VL, and all cases live with torch."""
 
 from __future__ import annotations
 

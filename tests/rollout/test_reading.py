@@ -33,7 +33,7 @@ def trajectories(episodes: list[Episode]) -> list[Trajectory]:
 
 @pytest.mark.slow
 def test_four_crops_of_a_second_take_a_second_and_delay_nobody_else(setting):
-    """`benchmarks.stall` has the figures of a quiet machine: 1.2 s, and pauses of 50 ms at most.
+    """On a quiet machine it was 1.2 s, with pauses of 50 ms at most.
 
     Here a pause may be longer, because the machine runs other tests. One file takes a second.
     """
