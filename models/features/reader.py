@@ -109,7 +109,8 @@ class FrameSettings:
             # Frames that are too long and thin are refused when they are asked for.
             with contextlib.suppress(ValueError):
                 expected.add(min(max(most), rule.tokens(height, width)))
-        exact = expected | {max(most)}
+        # Padding of an eighth costs less than another program.
+        exact = {tokens for tokens in expected if 8 * tokens <= 7 * max(most)} | {max(most)}
         if expected and len(exact) <= _MOST_SIZES:
             return tuple(sorted(exact))
         half = math.ceil(min(most) / 2)

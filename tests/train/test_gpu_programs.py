@@ -66,5 +66,6 @@ def test_packed_rows_and_pages_attend_with_triton(plan):
     assert kernels(plan, "RL add_gradients").keys() == {"forward", "d_queries", "d_keys"}
 
 
-def test_the_optimizer_lowers(plan):
+def test_a_run_has_few_programs_and_its_optimizer_lowers(plan):
+    assert len(plan) <= 15
     assert kernels(plan, "RL apply_gradients") == {}

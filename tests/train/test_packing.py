@@ -13,6 +13,7 @@ from paravt_jax.method.protocol import Lengths
 from train.learn.packing import (
     ALIGNMENT,
     MOST_SIZES,
+    SHRINKING,
     GroupLengths,
     MicrobatchShape,
     StepShape,
@@ -62,17 +63,16 @@ def sizes_of(groups: Sequence[GroupLengths], bounds: tuple[int, int, int]):
 
 
 @pytest.mark.parametrize(("most", "longest", "total", "devices", "pieces"), SIZES)
-def test_every_size_has_half_the_tokens_of_the_one_before(most, longest, total, devices, pieces):
+def test_every_size_is_shorter_than_the_one_before(most, longest, total, devices, pieces):
     shapes = microbatch_shapes(most, longest, total, devices, pieces)
     assert 1 <= len(shapes) <= MOST_SIZES
     for larger, smaller in zip(shapes, shapes[1:], strict=False):
         assert smaller.tokens < larger.tokens
-        assert abs(smaller.tokens - larger.tokens / 2) < pieces * ALIGNMENT
+        assert abs(smaller.tokens - larger.tokens / SHRINKING) < pieces * ALIGNMENT
     for shape in shapes:
         assert (shape.rows, shape.pieces) == (devices // pieces, pieces)
         assert shape.tokens % (pieces * ALIGNMENT) == 0
-        # Smaller rows would hold only trajectories that fill less than half of a row.
-        assert shape == shapes[0] or 2 * shape.tokens >= longest
+        assert shape == shapes[0] or SHRINKING * shape.tokens >= longest
 
 
 @pytest.mark.parametrize(("most", "longest", "total", "devices", "pieces"), SIZES)

@@ -22,8 +22,12 @@ import numpy as np
 
 from paravt_jax.method.protocol import Lengths
 
-# Upper bound on the number of sizes. Each is compiled before the first step.
-MOST_SIZES = 4
+# Upper bound on the number of sizes. Each is compiled before the first step, for update and
+# reference.
+MOST_SIZES = 3
+# Rows of a size are this much shorter than those of the next larger one. Three such sizes leave
+# about as little padding as four halves.
+SHRINKING = 2.5
 # Row lengths are multiples of this, the lane width of a TPU.
 ALIGNMENT = 128
 # Largest row, in trajectories of the greatest length. Longer rows would hardly save time, and would
@@ -151,7 +155,8 @@ def microbatch_shapes(
 ) -> tuple[MicrobatchShape, ...]:
     """Return the sizes of micro-batches that are compiled, the largest first.
 
-    Each has rows half as long as the one before, down to half of the longest trajectory.
+    Each has rows shorter than the one before by `SHRINKING`, down to that part of the longest
+    trajectory.
 
     Args:
         most: Upper bound on the tokens of a micro-batch over all devices. A row always has room for
@@ -166,8 +171,8 @@ def microbatch_shapes(
     bounds = (most // rows, _MOST_LONGEST * longest_tokens, math.ceil(total / rows))
     # Rounded down, except where a row would have no room for the longest trajectory.
     largest = max(min(bounds) // unit * unit, _ceil_to(longest_tokens, unit))
-    halves = (_ceil_to(math.ceil(largest / 2**n), unit) for n in range(MOST_SIZES))
-    lengths = {n for n in halves if n == largest or 2 * n >= longest_tokens}
+    shorter = (_ceil_to(math.ceil(largest / SHRINKING**n), unit) for n in range(MOST_SIZES))
+    lengths = {n for n in shorter if n == largest or SHRINKING * n >= longest_tokens}
     return tuple(MicrobatchShape(rows, length, pieces) for length in sorted(lengths, reverse=True))
 
 
