@@ -151,8 +151,9 @@ class FrameFeatures(VideoFiles):
         for some in missing.values():
             cached = np.stack(self.request(some).result().cached)
             vectors = self.encoder.finish(cached, self.grid(some[0]))
-            for frame, encoded in zip(some, vectors, strict=True):
-                features[self.key(frame, self.encoder.version)] = encoded.fetch()
+            finished = self.keys(some, self.encoder.version)
+            for key, encoded in zip(finished, vectors, strict=True):
+                features[key] = encoded.fetch()
         self.cache.add(features)
         return np.concatenate([features[key] for key in keys])
 
@@ -222,7 +223,7 @@ class FrameFeatures(VideoFiles):
 
         Batches never mix kinds: features must not depend on what else was asked for.
         """
-        keys = [self.key(frame, version) for frame in frames]
+        keys = self.keys(frames, version)
         features = self.cache.find(keys)
         missing: dict[Kind, list[Frame]] = {}
         for key, frame in dict(zip(keys, frames, strict=True)).items():
@@ -241,7 +242,7 @@ class FrameFeatures(VideoFiles):
                 frames = self.encoded_with(some)
                 pixels = self.pixels(frames, read)
                 self.encoded_frames += len(pixels)
-                keys = [self.key(frame) for frame in frames]
+                keys = self.keys(frames)
                 yield from zip(keys, self.encoder.encode(pixels, keys[0].grid), strict=True)
 
     # --- frames ---
@@ -265,11 +266,18 @@ class FrameFeatures(VideoFiles):
         """Return the visual tokens of a frame, or of each frame of a video's overview."""
         return math.prod(self.grid(frame)) // self.config.vision.spatial_merge_size**2
 
-    def key(self, frame: Frame, version: int | None = None) -> FrameKey:
-        """Return the cache key of a frame, or of what trained weights of a version make of it."""
-        stamp, rules = self.stamp(frame.video), self.rules(frame)
-        grid = self.grid(frame)
-        return FrameKey(frame.video, stamp, frame.index, grid, rules, version)
+    def keys(self, frames: Sequence[Frame], version: int | None = None) -> list[FrameKey]:
+        """Return the cache keys of frames, or of what trained weights of a version make of them."""
+        # Of one kind, they differ in the index only. So the file is asked once.
+        kinds: dict[tuple[str, bool], FrameKey] = {}
+        keys = []
+        for frame in frames:
+            kind = frame.video, frame.crop
+            if kind not in kinds:
+                stamp, grid, rules = self.stamp(frame.video), self.grid(frame), self.rules(frame)
+                kinds[kind] = FrameKey(frame.video, stamp, frame.index, grid, rules, version)
+            keys.append(kinds[kind]._replace(index=frame.index))
+        return keys
 
     # --- the vision tower ---
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32
@@ -135,7 +136,10 @@ def make_prompt(
     ids = np.array(request.ids, np.int32)
     if request.begun is not None:
         ids = np.concatenate([ids, request.begun.ids]).astype(np.int32)
-    count = sum(features.tokens(frame) for frame in request.frames)
+    keys = features.keys(request.frames)
+    grids = [key.grid for key in keys]
+    tokens = [math.prod(grid) // config.vision.spatial_merge_size**2 for grid in grids]
+    count = sum(tokens)
     # Placeholders are matched from the left. Later ones were written by a model.
     is_placeholder = (ids == config.image_token_id) | (ids == config.video_token_id)
     placeholders = np.flatnonzero(is_placeholder)[:count]
@@ -153,14 +157,12 @@ def make_prompt(
         )
     visual = np.zeros(len(ids), bool)
     visual[placeholders] = True
-    grids = [features.grid(frame) for frame in request.frames]
     content = ids.astype(np.int64)
     if request.frames:
         # Every placeholder has the same id. To tell frames apart, each is numbered: fingerprint of
         # its frame + its index in the frame. The number is negative, because token ids are not.
         pieces = [
-            _fingerprint(features.key(frame)) + np.arange(features.tokens(frame))
-            for frame in request.frames
+            _fingerprint(key) + np.arange(number) for key, number in zip(keys, tokens, strict=True)
         ]
         content[visual] = -1 - np.concatenate(pieces)
     return Prompt(

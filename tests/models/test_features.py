@@ -116,7 +116,7 @@ def test_crops_may_have_limits_of_their_own(make, wide):
     (frame,) = features.overview("wide.mp4", 1)
     crop = dataclasses.replace(frame, crop=True)
     assert (features.tokens(frame), features.tokens(crop)) == (6, 2)
-    assert features.key(frame) != features.key(crop)
+    assert features.keys([frame]) != features.keys([crop])
     vectors = features([crop, frame, crop])
     assert len(vectors) == 2 + 6 + 2 and features.encoded_frames == 2
     assert np.array_equal(vectors[:2], vectors[-2:])
@@ -209,9 +209,9 @@ def test_a_new_file_under_an_old_name_is_another_video(make, names, small_world,
     shutil.copy(small_world.folder / names[0], file)
     frames = features.overview("clip.mp4", 4)
     before = features(frames)
-    key = features.key(frames[0])
+    key = features.keys(frames[:1])
     shutil.copy(small_world.folder / names[1], file)
-    assert features.key(frames[0]) != key
+    assert features.keys(frames[:1]) != key
     others = [Frame(names[1], f.index, f.time) for f in frames]
     assert np.array_equal(features(frames), make(batch=4)(others))
     assert np.abs(features(frames) - before).max() > 1e-3
