@@ -1,14 +1,15 @@
-"""Times `paravt_2b_lora` on one GPU, from a bare machine: `python -m benchmarks.gpu`
+"""Times `paravt_2b_lora` on one GPU, on a bare machine: `python -m benchmarks.gpu`
 
 It downloads nothing: weights are random, of the published size, and scenes are drawn. It takes nine
-minutes at most. Each part is a process of its own, which prints and stores its figures as it finds
-them, so a run that is cut off has told what it knows. The same command continues it: parts that
-have ended are not repeated. At the end there is a table. Its shares are those of what the card can
-do, which the first part measures: bytes copied and matrix products in bfloat16 per second.
+minutes at most. Each part is a process of its own, which prints and stores each figure at once, so
+a run that is cut off keeps what it has measured. The same command continues it: parts that have
+ended are not repeated. At the end it prints a table. A share is that of the card's own ceiling,
+which the first part measures: bytes copied per second, or FLOPs of a matrix product in bfloat16 per
+second. An update counts as three forward passes, with adapters too, as in MFU.
 
     ceilings      copies and matrix products
-    compile       all programs, without a cache
-    load          the same in another process, from the cache
+    compile       all programs, without a cache; if it is continued, those that it had not compiled
+    load          the same in another process, from the cache as far as `compile` came
     decode        the engine, with as many sequences as a step has rollouts
     learn         reference and update of a step whose text is made up, and attention alone
     sft           steps of the cold start, after the first one
@@ -268,7 +269,7 @@ def ceilings(bench: Bench) -> Iterator[Figure]:
     device = jax.local_devices()[0]
     memory = (reported_memory(device) or math.nan) / GIB
     yield Figure(f"memory of {device.device_kind}", memory, "GiB")
-    numbers, width = (2**22, 512) if bench.tiny else (2**31, 8192)
+    numbers, width = (2**22, 512) if bench.tiny else (2**30, 8192)
     x = jnp.ones(numbers, jnp.bfloat16)
     add = jax.jit(lambda x: x + 1)
     # It reads and writes.
@@ -280,11 +281,6 @@ def ceilings(bench: Bench) -> Iterator[Figure]:
 
 
 def compile_programs(bench: Bench) -> Iterator[Figure]:
-    shutil.rmtree(bench.folder / "compiled", ignore_errors=True)
-    yield from load_programs(bench)
-
-
-def load_programs(bench: Bench) -> Iterator[Figure]:
     learner, actor, updater = bench.learner, bench.actor, bench.updater
     features = bench.environment.features
     of_rl = itertools.chain(
@@ -443,9 +439,9 @@ def transformers(bench: Bench) -> Iterator[Figure]:
 
 
 PARTS: dict[str, tuple[Callable[[Bench], Iterator[Figure]], float]] = {
-    "ceilings": (ceilings, 60),
+    "ceilings": (ceilings, 90),
     "compile": (compile_programs, 200),
-    "load": (load_programs, 90),
+    "load": (compile_programs, 90),
     "decode": (decode, 90),
     "learn": (learn, 120),
     "sft": (cold_start, 90),
@@ -479,6 +475,8 @@ def run_part(name: str, size: str, folder: pathlib.Path, file: pathlib.Path, mos
     variables = {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        # In this part the card's memory is torch's.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false" if name == "transformers" else "true",
     }
     command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
     try:
@@ -519,9 +517,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.part is not None:
         measure(asked.part, asked.size, folder, file)
         return 0
+    header = {"machine": machine(), "size": asked.size}
     if not file.exists():
-        stored = {"machine": machine(), "size": asked.size, "parts": {}}
-        write_atomically(file, json.dumps(stored))
+        shutil.rmtree(folder / "compiled", ignore_errors=True)
+        write_atomically(file, json.dumps({**header, "parts": {}}))
+    if not header.items() <= json.loads(file.read_text()).items():
+        parser.error(f"{file} is of another machine, version or size; name another with --json")
     write_sources(asked.size, folder)
     for name, (_, most) in PARTS.items():
         parts = json.loads(file.read_text())["parts"]

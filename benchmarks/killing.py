@@ -366,8 +366,8 @@ def finish(
 def main() -> None:
     asked = tyro.cli(Killing, prog="python -m benchmarks.killing")
     begin = time.monotonic()
-    # It stays if a check fails.
     folder = pathlib.Path(tempfile.mkdtemp())
+    print(f"{folder}: the runs, which stay if a check fails", flush=True)
     tally = kill_again_and_again(
         asked.times, asked.seed, folder, folder / "compiled", asked.max_staleness
     )

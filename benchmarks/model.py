@@ -18,7 +18,9 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import platform
 import resource
+import shlex
 import statistics
 import subprocess
 import tempfile
@@ -549,23 +551,19 @@ def report(case: Case, seconds: dict[str, Any]) -> str:
 def machine() -> dict[str, Any]:
     """Return the processor, the commit and the versions of installed libraries. Linux only."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=True,
-    )
+    models = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
+    folder = shlex.quote(str(Path(__file__).parent))
     versions = {
         name: importlib.metadata.version(name)
         for name in ("jax", "jaxlib", "flax", "torch", "transformers")
         if importlib.util.find_spec(name)
     }
     return {
-        "cpu": cpu,
+        # An ARM processor has no such line.
+        "cpu": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "commit": git.stdout.strip(),
+        # Without git, or in a copy without history, this is the error.
+        "commit": subprocess.getoutput(f"git -C {folder} describe --always --dirty"),
         **versions,
     }
 

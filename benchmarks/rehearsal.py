@@ -216,8 +216,8 @@ def _say(text: str) -> None:
 def main() -> None:
     machine = tyro.cli(Machine, prog="python -m benchmarks.rehearsal")
     begin = time.monotonic()
-    # It stays if a check fails.
     folder = pathlib.Path(tempfile.mkdtemp())
+    print(f"{folder}: the runs, which stay if a check fails", flush=True)
     compare(machine, folder)
     shutil.rmtree(folder)
     count = len(MOMENTS) * len(machine.signals)

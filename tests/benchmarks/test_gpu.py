@@ -19,5 +19,6 @@ def test_every_part_is_measured_and_stored(tmp_path, monkeypatch):
     subprocess.run([*command, "--seconds", "1200"], check=True)
     parts = json.loads(file.read_text())["parts"]
     assert parts.keys() == PARTS.keys() and all(part["ended"] for part in parts.values())
+    assert subprocess.run([*command, "--size", "2b"]).returncode == 2
     again = subprocess.run([*command, "--seconds", "0"], capture_output=True, text=True, check=True)
     assert "| learn | alone: update |" in again.stdout and "not to its end" not in again.stdout

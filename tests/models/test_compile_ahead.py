@@ -42,14 +42,8 @@ def test_a_call_uses_what_was_compiled_ahead(placed):
 
 def lowering(compile: Callable[[], Any]) -> Any:
     """Return the lowering of a program that is compiled by a function."""
-
-    class Program:
-        __name__ = "program"
-
-        def lower(self) -> Any:
-            return types.SimpleNamespace(compile=compile)
-
-    return functools.partial(Program().lower)
+    lowered, program = types.SimpleNamespace(compile=compile), types.SimpleNamespace(__name__="")
+    return functools.partial(types.MethodType(lambda _: lowered, program))
 
 
 def test_programs_compile_side_by_side(monkeypatch):

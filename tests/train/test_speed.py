@@ -10,6 +10,7 @@ from train.learn import speed
 from train.learn.packing import GroupLengths
 
 GROUPS = [GroupLengths(5, (4, 2)), GroupLengths(3, (1, 6))]
+PEAKS = {"H100 PCIe": 756e12, "H100 80GB HBM3": 989e12, "H200 NVL": 835e12, "RTX 4090": 165e12}
 
 
 def test_flops_of_an_update_token_by_token():
@@ -62,7 +63,7 @@ def test_mfu_is_relative_to_all_devices_and_all_updates(monkeypatch):
     assert cold == {name: figures[name] for name in ("speed/tokens", "speed/mfu_update")}
 
 
-@pytest.mark.parametrize(("name", "peak"), [("H100 PCIe", 756e12), ("H100 80GB HBM3", 989e12)])
+@pytest.mark.parametrize(("name", "peak"), [*PEAKS.items(), ("RTX 4090 Laptop GPU", None)])
 def test_the_peak_is_that_of_the_chip(monkeypatch, name, peak):
     chip = types.SimpleNamespace(platform="gpu", device_kind=name)
     monkeypatch.setattr(speed.jax, "local_devices", lambda: [chip])

@@ -25,8 +25,8 @@ from paravt_jax.method.protocol import Lengths
 # Upper bound on the number of sizes. Each is compiled before the first step, for update and
 # reference.
 MOST_SIZES = 3
-# Rows of a size are this much shorter than those of the next larger one. Three such sizes leave
-# about as little padding as four halves.
+# Each size has rows shorter by this factor than the next larger one. Three such sizes leave about
+# as little padding as four with a factor of 2.
 SHRINKING = 2.5
 # Row lengths are multiples of this, the lane width of a TPU.
 ALIGNMENT = 128
@@ -155,8 +155,8 @@ def microbatch_shapes(
 ) -> tuple[MicrobatchShape, ...]:
     """Return the sizes of micro-batches that are compiled, the largest first.
 
-    Each has rows shorter than the one before by `SHRINKING`, down to that part of the longest
-    trajectory.
+    Each has rows shorter than the one before by the factor `SHRINKING`, as long as they have room
+    for the longest trajectory divided by it.
 
     Args:
         most: Upper bound on the tokens of a micro-batch over all devices. A row always has room for

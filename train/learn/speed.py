@@ -17,23 +17,24 @@ from jax.experimental.pallas import tpu as pltpu
 from models.config import ModelConfig, forward_flops
 from train.learn.packing import GroupLengths
 
-# Dense bfloat16 FLOP/s from NVIDIA's data sheets. The first name that fits counts. JAX knows the
-# peaks of TPUs.
+# Dense bfloat16 FLOP/s from NVIDIA's data sheets, by patterns of names, of which the first that
+# fits counts. More words after a GeForce's name mean another chip. JAX knows the peaks of TPUs.
 _GPUS = {
     "A10": 125e12,
     "A100": 312e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "GH200": 989e12,
     "B200": 2250e12,
     "L40S": 362e12,
     "L4": 121e12,
     "RTX A6000": 155e12,
-    "RTX 3090": 71e12,
-    "RTX 4090": 165e12,
-    "RTX 5090": 209e12,
+    "RTX 3090$": 71e12,
+    "RTX 4090$": 165e12,
+    "RTX 5090$": 209e12,
 }
 
 
@@ -60,14 +61,14 @@ def speeds(
     devices: int,
     updates: int = 1,
 ) -> dict[str, float]:
-    """Return the metrics `speed/tokens`, per second of the update, and where the peak is known,
+    """Return `speed/tokens`, per second of the update, and where the peak is known,
     `speed/mfu_update` and `speed/mfu_reference`.
 
     Args:
         lengths: Lengths of all trajectories of the step.
         config: Sizes of the model.
-        seconds: Metrics of the step, with the duration `time/update`. Where a reference has scored
-            the trajectories, `time/reference` is there, too. A cold start has only `time/step`.
+        seconds: Metrics of the step. RL has the durations `time/reference` and `time/update`, a
+            cold start has `time/step`.
         devices: Number of devices that computed it.
         updates: Number of updates from these trajectories.
     """
@@ -76,7 +77,8 @@ def speeds(
     peak = peak_flops()
     if peak is not None:
         flops = score_flops(lengths, config) / (devices * peak)
-        # The backward pass costs twice the forward pass.
+        # The backward pass costs twice the forward pass. With adapters it costs less, and MFU is
+        # overstated.
         figures["speed/mfu_update"] = 3 * flops / of_update
         if "time/reference" in seconds:
             figures["speed/mfu_reference"] = flops / seconds["time/reference"]
@@ -98,7 +100,7 @@ def visible_pairs(prompt: int, suffixes: Sequence[int]) -> float:
 
 
 def score_flops(groups: Sequence[GroupLengths], config: ModelConfig) -> float:
-    """Return the FLOPs of the log-probs of a step: a forward pass."""
+    """Return the FLOPs of a forward pass that computes the log-probs of a step."""
     pairs = sum(visible_pairs(*group) for group in groups)
     # Those behind the prompts.
     with_logits = sum(sum(group.suffixes) for group in groups)
