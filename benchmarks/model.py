@@ -3,9 +3,10 @@
 `python -m benchmarks.model` prints the table of docs/speed.md, and `--json FILE` also writes every
 number. It needs the extra `parity`.
 
-Each round runs one process per side, one after the other on the same cores. A process loads the
-random weights, measures its library's matmul rate, and runs every job once to warm up and then
-several times for the measurement. If the two sides compute different results, the benchmark fails.
+Each round runs one process per job and side, one after the other on the same cores. A process loads
+the random weights and runs its job once to warm up and then several times for the measurement. Its
+largest resident memory is that of the job. If the two sides compute different results, the
+benchmark fails.
 """
 
 from __future__ import annotations
@@ -50,9 +51,6 @@ from paravt_jax.data.any_path import require_local
 
 JOBS = {"prefill": 3, "decode": 3, "train": 2}
 """Timed calls of each job per round."""
-
-MATMULS = 10
-"""Timed matrix products per round."""
 
 PAGE = 64
 """Tokens per page of the KV cache."""
@@ -223,6 +221,7 @@ def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
     Returns:
         outputs: The results of all calls, the warm-up first.
         seconds: The times of all calls except the warm-up.
+        memory: Largest resident memory of this process so far, in GiB.
     """
     outputs = [np.asarray(run())]
     seconds = []
@@ -231,34 +230,17 @@ def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
         output = run()
         seconds.append(time.perf_counter() - begin)
         outputs.append(np.asarray(output))
-    return {"outputs": outputs, "seconds": seconds}
-
-
-def peak_memory() -> float:
-    """Return the largest resident memory of this process so far, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
-
-
-def matmul_shape(case: Case) -> tuple[int, int, int]:
-    """Return the shape (m, k, n) of the product that measures the matmul rate, as in the MLP."""
-    return case.tokens, case.config.text.hidden_size, case.config.text.intermediate_size
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+    return {"outputs": outputs, "seconds": seconds, "memory": memory}
 
 
 # --- here ---
 
 
-def ours(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
-    """Run the jobs with this project. Returns the results of `timed` by job, and for the matmul."""
-    m, k, n = matmul_shape(case)
-    a = jnp.ones((m, k))
-    b = jnp.ones((k, n))
-    matmul = jax.jit(jnp.matmul)
-    model = hf.load(folder)
+def ours(folder: str, case: Case, job: str) -> dict[str, Any]:
+    """Run a job with this project. Returns the result of `timed`."""
     make = {"prefill": _our_prefill, "decode": _our_decode, "train": _our_train}
-    results: dict[str, Any] = {job: timed(make[job](model, case), JOBS[job]) for job in jobs}
-    results["matmul"] = timed(lambda: matmul(a, b).block_until_ready()[0, 0], MATMULS)
-    results["memory"] = peak_memory()
-    return results
+    return timed(make[job](hf.load(folder), case), JOBS[job])
 
 
 def _our_prefill(model: Any, case: Case) -> Callable[[], Any]:
@@ -368,23 +350,17 @@ def make(folder: str, case: Case) -> None:
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
 
 
-def theirs(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
-    """Run the jobs with transformers. Returns the same as `ours`."""
+def theirs(folder: str, case: Case, job: str) -> dict[str, Any]:
+    """Run a job with transformers. Returns the same as `ours`."""
     import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
     import transformers
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    m, k, n = matmul_shape(case)
-    a = torch.ones(m, k)
-    b = torch.ones(k, n)
     model = transformers.AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     )
     make = {"prefill": _their_prefill, "decode": _their_decode, "train": _their_train}
-    results: dict[str, Any] = {job: timed(make[job](model, case), JOBS[job]) for job in jobs}
-    results["matmul"] = timed(lambda: (a @ b)[0, 0], MATMULS)
-    results["memory"] = peak_memory()
-    return results
+    return timed(make[job](model, case), JOBS[job])
 
 
 def _their_prefill(model: Any, case: Case) -> Callable[[], Any]:
@@ -473,75 +449,64 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(function, *args).result()
 
 
-def check(mine: dict[str, Any], other: dict[str, Any], jobs: tuple[str, ...]) -> None:
-    """Check that both sides computed the same results.
+def check(job: str, mine: list[Any], other: list[Any]) -> None:
+    """Check that the outputs of both sides agree.
 
     Raises:
         AssertionError: A logit differs by more than 1e-3, a token differs, or a loss differs by
             more than 1e-4 of its value.
     """
-    outputs = {job: (mine[job]["outputs"], other[job]["outputs"]) for job in jobs}
-    if "prefill" in jobs:
-        logits, expected = outputs["prefill"]
-        np.testing.assert_allclose(logits[0], expected[0], atol=1e-3, rtol=0)
-    if "decode" in jobs:
-        tokens, expected = outputs["decode"]
-        np.testing.assert_array_equal(tokens[0], expected[0])
-    if "train" in jobs:
+    if job == "prefill":
+        np.testing.assert_allclose(mine[0], other[0], atol=1e-3, rtol=0)
+    elif job == "decode":
+        np.testing.assert_array_equal(mine[0], other[0])
+    else:
         # Compare all calls: every loss after the first also checks the updates before it.
-        losses, expected = outputs["train"]
-        np.testing.assert_allclose(losses, expected, rtol=1e-4)
+        np.testing.assert_allclose(mine, other, rtol=1e-4)
 
 
-def compare(
-    case: Case, rounds: int, jobs: tuple[str, ...] = tuple(JOBS)
-) -> tuple[dict[str, Any], dict[str, float]]:
+def compare(case: Case, rounds: int, jobs: tuple[str, ...] = tuple(JOBS)) -> dict[str, Any]:
     """Run both sides alternately, `rounds` times.
 
     Returns:
-        The seconds of every timed call as job -> side -> list, with "matmul" as one of the jobs;
-        and the largest memory of each side, in GiB.
+        By job and side, the seconds of every timed call, and the largest memory in GiB.
     """
-    memory = {"here": 0.0, "transformers": 0.0}
-    seconds = {job: {"here": [], "transformers": []} for job in (*jobs, "matmul")}
+    figures = {
+        job: {side: {"seconds": [], "memory": 0.0} for side in ("here", "transformers")}
+        for job in jobs
+    }
     with tempfile.TemporaryDirectory() as folder:
         alone(make, folder, case)
         for _ in range(rounds):
-            results = {
-                "here": alone(ours, folder, case, jobs),
-                "transformers": alone(theirs, folder, case, jobs),
-            }
-            check(results["here"], results["transformers"], jobs)
-            for side, result in results.items():
-                memory[side] = max(memory[side], result["memory"])
-                for job, sides in seconds.items():
-                    sides[side] += result[job]["seconds"]
-    return seconds, memory
+            for job, sides in figures.items():
+                mine = alone(ours, folder, case, job)
+                other = alone(theirs, folder, case, job)
+                check(job, mine["outputs"], other["outputs"])
+                for side, result in zip(sides.values(), (mine, other), strict=True):
+                    side["seconds"] += result["seconds"]
+                    side["memory"] = max(side["memory"], result["memory"])
+    return figures
 
 
-def report(case: Case, seconds: dict[str, Any]) -> str:
-    """Format the table. Rates come from the best times, and are compared with the best matmul."""
-    m, k, n = matmul_shape(case)
-    counts = {"matmul": 2.0 * m * k * n, **flops(case)}
+def report(case: Case, figures: dict[str, Any]) -> str:
+    """Format the table. Rates come from the best times."""
+    counts = flops(case)
     lines = [
-        "| job | side | best s | median s | GFLOP | GFLOP/s | share of matmul "
-        "| times transformers |",
+        "| job | side | best s | median s | GFLOP | GFLOP/s | GiB | times transformers |",
         "|---" * 8 + "|",
     ]
-    peaks = {side: counts["matmul"] / min(values) for side, values in seconds["matmul"].items()}
-    for job, sides in seconds.items():
-        for side, values in sides.items():
-            best = min(values)
-            rate = counts[job] / best
-            speedup = min(sides["transformers"]) / best
+    for job, sides in figures.items():
+        for side, measured in sides.items():
+            best = min(measured["seconds"])
+            speedup = min(sides["transformers"]["seconds"]) / best
             cells = [
                 job,
                 side,
                 f"{best:.3f}",
-                f"{statistics.median(values):.3f}",
+                f"{statistics.median(measured['seconds']):.3f}",
                 f"{counts[job] / 1e9:.0f}",
-                f"{rate / 1e9:.0f}",
-                f"{rate / peaks[side]:.0%}",
+                f"{counts[job] / best / 1e9:.0f}",
+                f"{measured['memory']:.1f}",
                 f"{speedup:.2f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
@@ -582,24 +547,17 @@ def main() -> None:
     parser.add_argument(
         "--jobs", nargs="+", choices=JOBS, default=tuple(JOBS), help="jobs to time; all by default"
     )
-    parser.add_argument("--json", type=Path, help="file for the machine and all measured times")
+    parser.add_argument("--json", type=Path, help="file for the machine and all figures")
     args = parser.parse_args()
     if args.json:
         require_local("--json", args.json)
     case = CASES[args.case]
     hardware = machine()
-    seconds, memory = compare(case, args.rounds, tuple(args.jobs))
+    figures = compare(case, args.rounds, tuple(args.jobs))
     print(", ".join(f"{name} {value}" for name, value in hardware.items()))
-    print(f"\n{report(case, seconds)}\n")
-    sizes = ", ".join(f"{side} {size:.1f} GiB" for side, size in memory.items())
-    print(f"largest resident memory: {sizes}")
+    print(f"\n{report(case, figures)}")
     if args.json:
-        record = {
-            "machine": hardware,
-            "seconds": seconds,
-            "memory_gib": memory,
-            "flops": flops(case),
-        }
+        record = {"machine": hardware, "figures": figures, "flops": flops(case)}
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

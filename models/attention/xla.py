@@ -24,10 +24,10 @@ from jaxtyping import Array, Float, Int
 
 from models.attention.target import MASKED, SAVED, RowLayout, pad_rows, visible_tiles
 
-# Most queries of a tile, and in causal rows also keys: on CPU, 128 takes longer there. In others,
-# which see nearly all of a row, a tile takes the whole row's keys.
+# Most queries of a tile of packed rows, and fewest of a longer row without packing; in causal rows
+# also keys. Small tiles follow closely which keys are seen, large ones make better products.
 TILE = 64
-LARGE_TILE = 128
+LARGE_TILE = 256
 
 
 class _Keys(NamedTuple):
@@ -70,14 +70,15 @@ def attend(
     b, t, n, h = q.shape
     kv = k.shape[2]
     segments = jnp.ones((b, t), jnp.int32) if layout.segments is None else layout.segments
-    if not layout.packed:
+    if layout.packed:
+        count = -(-t // TILE)
+    else:
+        count = max(1, t // LARGE_TILE)
         # A row without prompts, in which a token's own part begins with the row. Padding gets a
         # segment of its own.
         starts, shared = jnp.zeros((b, t), jnp.int32), jnp.zeros(b, jnp.int32)
         layout = dataclasses.replace(layout, segments=segments + 1, starts=starts, shared=shared)
-    # The fewest tiles, with the least padding.
-    count = -(-t // (TILE if layout.causal else LARGE_TILE))
-    tile = -(-t // count)
+    tile = -(-t // count)  # the least padding
     q, k, v = (pad_rows(x, tile) for x in (q, k, v))
     layout = layout.padded(tile)
     # [b, t, n, h] -> [b, k, t, r, h]. Heads come before positions, and the queries of a kv head are
