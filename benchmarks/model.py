@@ -238,7 +238,11 @@ def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
 
 
 def ours(folder: str, case: Case, job: str) -> dict[str, Any]:
-    """Run a job with this project. Returns the result of `timed`."""
+    """Run a job with this project, which keeps freed memory as a training run does.
+
+    Returns the result of `timed`.
+    """
+    reuse_freed_memory()
     make = {"prefill": _our_prefill, "decode": _our_decode, "train": _our_train}
     return timed(make[job](hf.load(folder), case), JOBS[job])
 
@@ -442,10 +446,8 @@ def _their_train(model: Any, case: Case) -> Callable[[], Any]:
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a new process, which keeps freed memory as a training run does."""
-    with concurrent.futures.ProcessPoolExecutor(
-        1, multiprocessing.get_context("spawn"), reuse_freed_memory
-    ) as pool:
+    """Call a function in a new process."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
 
