@@ -19,8 +19,10 @@ MEMORY_LIMITS = tuple(
 )
 # Parameters of mallopt, from glibc's malloc.h.
 _TRIM_THRESHOLD = -1
-_MMAP_MAX = -4
+_MMAP_THRESHOLD = -3
 _ARENA_MAX = -8
+# The largest threshold that glibc allows, in bytes.
+_LARGE_BUFFER = 2**25
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _SHARE = "0.9"
 # GPUs before Ampere have no arithmetic in bfloat16, and no flash attention in cuDNN.
@@ -75,8 +77,9 @@ def reuse_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
-    # Large buffers come from the heap, never from mmap: freeing a mapping returns it at once.
-    mallopt(_MMAP_MAX, 0)
+    # Buffers come from the heap, except the largest: freeing a mapping returns it at once. On the
+    # heap, buffers of gigabytes would leave gaps that the next ones do not fit.
+    mallopt(_MMAP_THRESHOLD, _LARGE_BUFFER)
     # The heap never shrinks.
     mallopt(_TRIM_THRESHOLD, -1)
     # All threads share one heap, so that each can reuse what another has freed.
