@@ -251,18 +251,20 @@ def test_a_pool_of_two_processes_goes_on_in_one(road, small, monkeypatch):
     assert [group.players for group in rollouts.groups] == [(0,) * len(groups[0].flights)] * 2
 
 
-def test_an_episode_whose_video_disappears_ends_as_unreadable(road, stale, monkeypatch):
+def test_an_episode_whose_video_disappears_ends_as_unreadable(road, small, monkeypatch):
     """A restarted run reads the frames of episodes in flight again."""
-    run, _ = stale
-    states = [unpack(text) for text, _ in run.saved]
-    begun = [
-        (state, group.question.video)
-        for state in states
-        for group in state.groups
-        if any(flight.log.told and not flight.done for flight in group.flights)
-    ]
-    assert begun, "an episode is in its second turn or further"
-    state, gone = begun[0]
+    settings = settings_of(road, 1)
+    engine = small.Script(road)
+    Parts(engine)
+    groups = begin(stream_of(road, settings).draw(0), settings, 0, 0)
+    player = Player(road.environment, settings.temperature)
+    player.deal(groups, now=0)
+    clock = 0
+    while not any(flight.log.told for flight in groups[0].flights):
+        clock += 1
+        player.play(engine, groups, clock)
+        player.share(groups)
+    gone = groups[0].question.video
     request = FrameFeatures.request_overview
 
     def failing(features, name, count):
@@ -271,13 +273,11 @@ def test_an_episode_whose_video_disappears_ends_as_unreadable(road, stale, monke
         return request(features, name, count)
 
     monkeypatch.setattr(FrameFeatures, "request_overview", failing)
-    player = Player(road.environment, run.settings.temperature, charge=1)
-    groups = [*state.groups]
-    player.deal(groups, state.clock)
-    engine = Stopping(road)
+    player = Player(road.environment, settings.temperature)
+    player.deal(groups, clock)
     player.play(engine, groups, math.inf)
     player.share(groups)
-    rollouts = score(Actor(engine, road.environment, Rules()), groups, run.settings)
+    rollouts = score(Actor(engine, road.environment, Rules()), groups, settings)
     lost = sum(group.question.video == gone for group in groups)
     assert rollouts.unreadable == lost >= 1
     assert len(rollouts.groups) == len(groups) - lost
