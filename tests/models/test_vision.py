@@ -38,8 +38,9 @@ def test_all_mixes_of_grids_run_one_program_and_padding_changes_nothing(make):
         assert np.isfinite(together).all()
         for row, (h, w), found in zip(patches, grids, together, strict=True):
             if h:
+                # Values reach 25; processors sum in different orders.
                 alone = see(tower, row[None, : h * w], np.array([[h, w]]))
-                np.testing.assert_allclose(found[: h * w // 4], alone[0], atol=2e-5, rtol=0)
+                np.testing.assert_allclose(found[: h * w // 4], alone[0], atol=1e-4, rtol=0)
 
     for _ in range(3):
         tokens = rng.choice([1, 6, 12], 4)
