@@ -21,7 +21,7 @@ MEMORY_LIMITS = tuple(
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 _ARENA_MAX = -8
-# The largest threshold that glibc allows, in bytes.
+# In bytes: the largest threshold for mmap that glibc allows.
 _LARGE_BUFFER = 2**25
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _SHARE = "0.9"
@@ -77,8 +77,8 @@ def reuse_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
-    # Buffers come from the heap, except the largest: freeing a mapping returns it at once. On the
-    # heap, buffers of gigabytes would leave gaps that the next ones do not fit.
+    # Buffers below 32 MiB come from the heap. Larger ones are mapped, and freeing returns them at
+    # once: on the heap they would leave gaps that the next ones do not fit.
     mallopt(_MMAP_THRESHOLD, _LARGE_BUFFER)
     # The heap never shrinks.
     mallopt(_TRIM_THRESHOLD, -1)
