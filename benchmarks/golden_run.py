@@ -105,7 +105,7 @@ def recipe(folder: pathlib.Path) -> Run:
         world=WorldSettings(train_videos=4, heldout_videos=2),
         text=TextSettings(budgets=budgets, groups=2),
         align=dataclasses.replace(align, steps=3, batch=16),
-        sft=dataclasses.replace(sft, steps=3, rows=2),
+        sft=dataclasses.replace(sft, steps=3, rows=2, row_tokens=544),
         rl=dataclasses.replace(
             rl,
             steps=3,

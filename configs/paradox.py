@@ -45,6 +45,8 @@ def paradox_tiny() -> Run:
         "text": text,
         "sft.steps": 400,
         "sft.rows": 11,
+        "sft.row_tokens": 544,
+        "sft.optimizer.learning_rate": 3e-3,
         "evaluation": evaluation,
         "rl.steps": 30,
         "rl.save_every": 10,

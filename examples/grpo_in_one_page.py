@@ -1,6 +1,6 @@
 """PARA-GRPO in one page: a video model learns to look at several moments of a video at once.
 
-    python -m examples.grpo_in_one_page        # a few minutes on two CPU cores
+    python -m examples.grpo_in_one_page        # two minutes on two CPU cores
 
 A main agent sees a few overview frames of a video and a question. In one turn it may call
 `crop_video` several times. Each call goes to a sub-agent: the same weights, a fresh context, the
@@ -94,7 +94,7 @@ def small_config(vocabulary: Vocabulary) -> ModelConfig:
 
 def cold_start(model, environment: Environment, data: Data, steps: int, seed: int):
     """Train on the demonstrations. Returns the decoder's structure and weights."""
-    settings = SFTSettings(steps, 8, MUON, row_tokens=320)
+    settings = SFTSettings(steps, 1, MUON, row_tokens=2048)
     batches = SFTBatches(settings, data, READER, seed, environment, make_mesh())
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, make_mesh()))
@@ -133,7 +133,7 @@ def show(episode: Episode) -> None:
     print(f"(right answer) {episode.question.answer}\n")
 
 
-def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[dict[str, float]]:
+def main(cold_start_steps: int = 450, steps: int = 24, seed: int = 0) -> list[dict[str, float]]:
     """Run the cold start and GRPO. Returns the metrics of each GRPO step."""
     # The model. Its vision tower stays random: the few pictures of this world differ enough.
     vocabulary, mesh = world_vocabulary(LIMITS, family().dialect), make_mesh()

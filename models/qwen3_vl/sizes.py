@@ -108,8 +108,8 @@ def tiny(vocab_size: int) -> Qwen3VLConfig:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
-        mrope_section=(12, 10, 10),
+        head_dim=32,
+        mrope_section=(6, 5, 5),
         rope_theta=10_000.0,
         tie_word_embeddings=True,
     )

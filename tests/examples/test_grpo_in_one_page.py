@@ -45,7 +45,7 @@ def test_accuracy_and_calls_rise() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     steps = [line.split() for line in done.stdout.splitlines() if "  accuracy " in line]
-    assert [int(words[1]) for words in steps] == list(range(30))
+    assert [int(words[1]) for words in steps] == list(range(24))
     # step N  name value  name value ...
     history = [
         {name: float(value) for name, value in zip(words[2::2], words[3::2], strict=True)}

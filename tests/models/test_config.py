@@ -117,7 +117,7 @@ def test_a_published_file_rewritten_by_transformers_5_reads_the_same(assets, tmp
 @pytest.mark.parametrize(
     ("tower", "changes", "message"),
     [
-        ("text", {"mrope_section": (6, 5, 4)}, "text.mrope_section = .*head_dim / 2 = 32"),
+        ("text", {"mrope_section": (6, 5, 4)}, "text.mrope_section = .*head_dim / 2 = 16"),
         (
             "text",
             {"num_attention_heads": 3},
