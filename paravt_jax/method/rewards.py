@@ -140,13 +140,14 @@ def anchor_reward(turns: Sequence[Turn], gamma: float = 0.3) -> float:
 
     If a turn was truncated, R_anchor is at most 0.
     """
-
-    def score_turn(turn: Turn, last: bool) -> float:
-        whole_flow = _thinks_then_answers(turn.text) if last else _thinks_then_calls(turn)
-        credit = 0.4 * _closes_think(turn.text) + 0.3 * whole_flow
-        return credit - gamma * _leaves_think_open(turn.text)
-
-    mean = _mean([score_turn(turn, i == len(turns) - 1) for i, turn in enumerate(turns)])
+    flows = [_thinks_then_calls(turn) for turn in turns[:-1]]
+    flows += [_thinks_then_answers(turn.text) for turn in turns[-1:]]
+    mean = _mean(
+        [
+            0.4 * _closes_think(turn.text) + 0.3 * flow - gamma * _leaves_think_open(turn.text)
+            for turn, flow in zip(turns, flows, strict=True)
+        ]
+    )
     if any(turn.truncated for turn in turns):
         return min(mean, 0.0)
     return mean

@@ -292,13 +292,13 @@ class _Scheduler:
         self.steps = 0  # of the sampler
 
     def add(self, number: int, agent: Coroutine[Any, Any, Any]) -> None:
-        def finish(result: Any) -> None:
-            self.playing -= 1
-            self.finished.append((number, result))
-
         self.playing += 1
-        self.running[agent] = finish
+        self.running[agent] = functools.partial(self._finish, number)
         self._advance(agent, None)
+
+    def _finish(self, number: int, result: Any) -> None:
+        self.playing -= 1
+        self.finished.append((number, result))
 
     def step(self) -> None:
         """Resume the agents whose files are there, and step the sampler."""
@@ -343,10 +343,7 @@ class _Scheduler:
         self, agent: Coroutine[Any, Any, Any], awaited: Asking | Gathering | FrameReading
     ) -> None:
         """Start what an agent waits for."""
-
-        def resume(values: list[Any]) -> None:
-            self._advance(agent, values)
-
+        resume = functools.partial(self._advance, agent)
         if isinstance(awaited, FrameReading):
             step = None if awaited.steps is None else self.steps + awaited.steps
             self.readings.append(_Waiting(agent, awaited, step))
@@ -366,10 +363,16 @@ class _Scheduler:
 def _collect(count: int, resume: Callable[[list[Any]], None]) -> list[Callable[[Any], None]]:
     """Return functions that take one value each. The last call passes all values to `resume`."""
     values: dict[int, Any] = {}
+    return [functools.partial(_take, values, count, resume, number) for number in range(count)]
 
-    def take(number: int, value: Any) -> None:
-        values[number] = value
-        if len(values) == count:
-            resume([values[number] for number in range(count)])
 
-    return [functools.partial(take, number) for number in range(count)]
+def _take(
+    values: dict[int, Any],
+    count: int,
+    resume: Callable[[list[Any]], None],
+    number: int,
+    value: Any,
+) -> None:
+    values[number] = value
+    if len(values) == count:
+        resume([values[number] for number in range(count)])

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, SupportsFloat
 
 import jax
-import tensorboardX
 from tqdm import tqdm
 from typing_extensions import TypedDict
 
@@ -110,7 +109,7 @@ class MetricsWriter:
         self._dir = pathlib.Path(run_dir)
         self.path = self._dir / "metrics.jsonl"
         # By phase; opened at the phase's first write.
-        self._events: dict[str, tensorboardX.SummaryWriter] = {}
+        self._events: dict[str, Any] = {}
         if hosts.is_first():
             self._dir.mkdir(parents=True, exist_ok=True)
 
@@ -142,6 +141,9 @@ class MetricsWriter:
             os.fsync(file.fileno())
         finite = {name: value for name, value in numbers.items() if value is not None}
         if phase not in self._events:
+            # Takes seconds where torch is installed, and only runs need it.
+            import tensorboardX
+
             # TensorBoard hides what an earlier process has recorded of this step and later ones.
             folder = str(self._dir / "tensorboard" / phase)
             self._events[phase] = tensorboardX.SummaryWriter(folder, purge_step=step)
