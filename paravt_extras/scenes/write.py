@@ -31,6 +31,7 @@ from paravt_extras.scenes.storyboard import SPLITS, SceneSettings, SceneVideo, p
 from paravt_jax.data.stored import lock, require_same, write_atomically
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.records import Question, QuestionKind
+from paravt_jax.processes.interrupts import Interrupts
 
 SETTINGS = "settings.json"
 MEDIA = "media"
@@ -89,11 +90,13 @@ def _draw(missing: Sequence[SceneVideo], media: pathlib.Path) -> None:
         return
     # One process per core draws.
     count = min(os.cpu_count() or 1, len(missing))
-    with Workers(functools.partial(_draw_video, str(media)), count, _DEADLINE) as pool:
+    draw = functools.partial(_draw_video, str(media))
+    with Interrupts() as interrupts, Workers(draw, count, _DEADLINE) as pool:
         drawing = [pool.submit(video) for video in missing]
         with tqdm(as_completed(drawing), "draw", len(missing), unit="video") as bar:
             for future in bar:
                 future.result()
+                interrupts.check("the videos that are drawn stay")
 
 
 def _draw_video(media: str, video: SceneVideo) -> None:

@@ -142,15 +142,12 @@ def anchor_reward(turns: Sequence[Turn], gamma: float = 0.3) -> float:
     """
     flows = [_thinks_then_calls(turn) for turn in turns[:-1]]
     flows += [_thinks_then_answers(turn.text) for turn in turns[-1:]]
-    mean = _mean(
-        [
-            0.4 * _closes_think(turn.text) + 0.3 * flow - gamma * _leaves_think_open(turn.text)
-            for turn, flow in zip(turns, flows, strict=True)
-        ]
-    )
-    if any(turn.truncated for turn in turns):
-        return min(mean, 0.0)
-    return mean
+    scores = [
+        0.4 * _closes_think(turn.text) + 0.3 * flow - gamma * _leaves_think_open(turn.text)
+        for turn, flow in zip(turns, flows, strict=True)
+    ]
+    mean = _mean(scores)
+    return min(mean, 0.0) if any(turn.truncated for turn in turns) else mean
 
 
 def format_base(

@@ -41,6 +41,8 @@ from paravt_jax.method.records import Frame
 
 Result = TypeVar("Result")
 
+_MISSING = object()
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -362,17 +364,11 @@ class _Scheduler:
 
 def _collect(count: int, resume: Callable[[list[Any]], None]) -> list[Callable[[Any], None]]:
     """Return functions that take one value each. The last call passes all values to `resume`."""
-    values: dict[int, Any] = {}
-    return [functools.partial(_take, values, count, resume, number) for number in range(count)]
+    values = [_MISSING] * count
+    return [functools.partial(_take, values, resume, number) for number in range(count)]
 
 
-def _take(
-    values: dict[int, Any],
-    count: int,
-    resume: Callable[[list[Any]], None],
-    number: int,
-    value: Any,
-) -> None:
+def _take(values: list[Any], resume: Callable[[list[Any]], None], number: int, value: Any) -> None:
     values[number] = value
-    if len(values) == count:
-        resume([values[number] for number in range(count)])
+    if not any(each is _MISSING for each in values):
+        resume(values)

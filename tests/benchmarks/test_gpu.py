@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu import PARTS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_part_is_measured_and_stored(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     file = tmp_path / "gpu.json"

@@ -24,7 +24,7 @@ from tests.train.test_step_meshes import BOUND, TEXT, rl_step, sft_step
 
 FEW_NUMBERS = 1024  # bytes: the metrics of a micro-batch
 # Two replicas of four devices each, and what is rematerialised.
-MESHES = (((2, 4, 1), "full"), ((2, 2, 2), "offload"), ((2, 2, 2), "none"))
+MESHES = (((2, 4, 1), "none"), ((2, 2, 2), "offload"))
 
 
 def main() -> None:

@@ -309,7 +309,7 @@ def test_what_a_checkpoint_depends_on_is_named(finished, tmp_path, capsys, step,
 
 def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path, compiled):
     """Episodes are in flight at every checkpoint; benchmarks.killing has more kills."""
-    tally = kill_again_and_again(4, 3, tmp_path, compiled, max_staleness=1)
-    assert tally.kills.total() == 4
+    tally = kill_again_and_again(3, 3, tmp_path, compiled, max_staleness=1)
+    assert tally.kills.total() == 3
     assert tally.runs >= 1
     assert len(tally.kills) >= 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
 from typing import Any
 
 import jax
@@ -16,16 +15,12 @@ from flax import nnx
 from models.sharding import make_mesh
 from paravt_jax.method.grpo.loss import batch_totals
 from paravt_jax.method.grpo.settings import GRPOSettings
-from paravt_jax.processes.exit_codes import Stopped
-from paravt_jax.processes.interrupts import Interrupts
 from tests.train.steps import road_learner, take_step, take_whole_step
-from train.durable.metrics import read_metrics
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.placement import put_vectors
 from train.learn.rl import Learner, rl_loss
 from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rl_settings import RLSettings
-from train.run import execute
 
 # Large enough to move the ratios past the clips of these tests in one update.
 ADAM = OptimizerSettings(learning_rate=3e-3)
@@ -110,37 +105,6 @@ def test_ratios_of_all_updates_are_to_the_weights_before_the_step(road, small, m
     monkeypatch.setattr(RLBatch, "later", lambda *given: kept.append(given) or later(*given))
     one_step(road, small, learner_of(road, updates=3, clip=0.99, upper_clip=99.0))
     assert len(kept) == 1
-
-
-@pytest.mark.slow
-def test_a_run_stopped_between_steps_ends_bit_for_bit_like_an_uninterrupted_one(small, tmp_path):
-    """With two updates per step."""
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-
-    def short(folder: Any) -> Any:
-        fields = {"rl.updates_per_batch": 2, "rl.save_every": 1}
-        return small.shortened(small.small(), folder, **fields)
-
-    class AfterTheFirstStep(Interrupts):
-        def agree(self):
-            rows = read_metrics(stopped / "metrics.jsonl")
-            return signal.SIGTERM if any(row["phase"] == "rl" for row in rows) else None
-
-    execute(short(whole))
-    with pytest.raises(Stopped, match="after PARA-GRPO 1/2"):
-        execute(short(stopped), AfterTheFirstStep())
-    execute(short(stopped))
-
-    def steps(folder: Any) -> list[dict[str, Any]]:
-        return [row for row in read_metrics(folder / "metrics.jsonl") if row["phase"] == "rl"]
-
-    names = ("loss", "grad_norm", "ratio_max", "reward/total")
-    ours, theirs = (
-        [[row[name] for name in names] for row in steps(folder)] for folder in (stopped, whole)
-    )
-    assert ours == theirs and len(ours) == 2
-    models = [(folder / "model" / "model.safetensors").read_bytes() for folder in (stopped, whole)]
-    assert models[0] == models[1]
 
 
 @pytest.mark.parametrize(
