@@ -259,8 +259,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "settings.answer_suffix)",
         ),
         "calls_wanted_last": (
-            "_thinks_then_answers(turn.text) if last else",
-            "_thinks_then_answers(turn.text) if not last else",
+            "for turn in turns[:-1]]",
+            "for turn in turns[1:]]",
         ),
         "cut_off_turn_keeps_its_format": (
             "if not turns or any(turn.truncated for turn in turns):",
@@ -298,7 +298,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "settings.updates_per_batch > 1:",
         ),
     },
-    ("train/rl.py", _UPDATES): {
+    ("train/rl.py", ("tests/train/test_rl.py",)): {
         "version_counts_updates": (
             "int(state.step) // settings.updates_per_batch",
             "int(state.step)",

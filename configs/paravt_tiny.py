@@ -26,6 +26,7 @@ def paravt_tiny() -> Run:
         name="paravt_tiny",
         world=WorldSettings(),
         text=TextSettings(),
+        # The pixels of its frames: programs have room for the largest frame.
         frames=FrameSettings(batch=64, max_pixels=1024, admission="counted"),
         protocol=ProtocolSettings(
             max_tool_turns=2,
@@ -39,7 +40,7 @@ def paravt_tiny() -> Run:
         align=AlignSettings(steps=300),
         sft=SFTSettings(
             steps=750,
-            # Few and long: attention visits a tile for all rows if one of them sees it.
+            # Few long rows: attention computes a tile for all rows if one of them needs it.
             rows=2,
             row_tokens=1360,
             optimizer=OptimizerSettings("muon", learning_rate=6e-3, weight_decay=0.0),

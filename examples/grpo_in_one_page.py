@@ -86,9 +86,9 @@ ADAM = OptimizerSettings(learning_rate=4e-4, weight_decay=0.0)  # for GRPO
 
 def small_config(vocabulary: Vocabulary) -> ModelConfig:
     """Return three narrow layers, one visual token per frame, and this vocabulary."""
-    sizes, narrow = family().tiny(vocabulary.size), {"hidden_size": 64, "intermediate_size": 128}
+    sizes = family().tiny(vocabulary.size)
     vision = dataclasses.replace(sizes.vision, out_hidden_size=64)
-    decoder = dataclasses.replace(sizes.text, **narrow, head_dim=32, mrope_section=(6, 5, 5))
+    decoder = dataclasses.replace(sizes.text, hidden_size=64, intermediate_size=128)
     return type(sizes)(vision, decoder, **vocabulary.visual_ids)
 
 

@@ -31,6 +31,7 @@ from paravt_extras.scenes.storyboard import SPLITS, SceneSettings, SceneVideo, p
 from paravt_jax.data.stored import lock, require_same, write_atomically
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.records import Question, QuestionKind
+from paravt_jax.processes.exit_codes import Stopped
 from paravt_jax.processes.interrupts import Interrupts
 
 SETTINGS = "settings.json"
@@ -55,6 +56,7 @@ def write_scenes(settings: SceneSettings, folder: str | os.PathLike[str]) -> Non
     Raises:
         ValueError: The folder holds something else, or a number is too small.
         OSError: The disk is full, or another process writes to the folder.
+        Stopped: SIGINT or SIGTERM came; the videos that are drawn stay.
     """
     folder = pathlib.Path(folder)
     _claim(settings, folder)
@@ -96,7 +98,9 @@ def _draw(missing: Sequence[SceneVideo], media: pathlib.Path) -> None:
         with tqdm(as_completed(drawing), "draw", len(missing), unit="video") as bar:
             for future in bar:
                 future.result()
-                interrupts.check("the videos that are drawn stay")
+                # In a rehearsal of several processes, the first one draws alone.
+                if (number := interrupts.asked()) is not None:
+                    raise Stopped(number, "stopped; what is drawn stays")
 
 
 def _draw_video(media: str, video: SceneVideo) -> None:

@@ -37,6 +37,7 @@ SHORT = {
     "rl.steps": STEPS,
     "rl.save_every": STEPS,
     "rl.max_staleness": 2,
+    "rl.updates_per_batch": 2,
     "rl.grpo.group_size": 2,
     "rl.frame_budgets": (4,),
     "rl.microbatch_tokens": 1,

@@ -1,4 +1,4 @@
-"""Several updates per batch: clips act from the second update on, and steps are counted right."""
+"""Several updates per batch: clips act from the second update on."""
 
 from __future__ import annotations
 
