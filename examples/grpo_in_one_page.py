@@ -1,6 +1,6 @@
 """PARA-GRPO in one page: a video model learns to look at several moments of a video at once.
 
-    python -m examples.grpo_in_one_page        # two minutes on two CPU cores
+    python -m examples.grpo_in_one_page        # five minutes on two CPU cores
 
 A main agent sees a few overview frames of a video and a question. In one turn it may call
 `crop_video` several times. Each call goes to a sub-agent: the same weights, a fresh context, the
