@@ -27,6 +27,7 @@ _COMMANDS = {
     "scenes": ("paravt_extras.scenes", "draw videos with questions, to try a real model"),
     "download": ("paravt_extras.download", "download the questions and videos of a split"),
     "report": ("paravt_extras.report", "write the page of a run: curves, tables, episodes"),
+    "summary": ("paravt_extras.summary", "print figures of runs side by side, as a table"),
 }
 
 
