@@ -98,7 +98,7 @@ def _draw(missing: Sequence[SceneVideo], media: pathlib.Path) -> None:
         with tqdm(as_completed(drawing), "draw", len(missing), unit="video") as bar:
             for future in bar:
                 future.result()
-                # In a rehearsal of several processes, the first one draws alone.
+                # Not `check`, which asks all processes: in a rehearsal only the first one draws.
                 if (number := interrupts.asked()) is not None:
                     raise Stopped(number, "stopped; what is drawn stays")
 

@@ -11,6 +11,19 @@ import pytest
 from benchmarks.gpu import PARTS
 
 
+@pytest.mark.slow
+def test_what_was_measured_before_the_time_was_up_is_stored_and_printed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    file = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--size", "tiny", "--json", str(file)]
+    command += ["--seconds", "45"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert json.loads(file.read_text())["parts"]["ceilings"]["ended"]
+    assert "| ceilings | matrix product |" in done.stdout
+    assert "| transformers | not to its end |" in done.stdout
+
+
 @pytest.mark.long
 def test_every_part_is_measured_and_stored(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
