@@ -527,8 +527,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "one_call_more_carried_out": ("if number >= max_calls:", "if number > max_calls:"),
         "one_tool_turn_more": (
-            "if len(state.turns) >= state.tool_turns:",
-            "if len(state.turns) > state.tool_turns:",
+            "offered = len(state.turns) < state.tool_turns",
+            "offered = len(state.turns) <= state.tool_turns",
         ),
         "turns_outgrow_the_trajectory": (
             "min(room, limits.turn_tokens)",

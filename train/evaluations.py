@@ -12,7 +12,6 @@ import jax
 from tqdm import tqdm
 
 from paravt_jax.data.stored import write_checked_json
-from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.processes import hosts
 from paravt_jax.remote.judge import RemoteJudge
@@ -160,10 +159,8 @@ class Evaluator:
         """Play the held-out questions under one setting, on all processes."""
         run = self.run
         questions = self.data.heldout[: run.evaluation.questions]
-        protocol = Protocol(self.data.vocabulary, run.limits(setting.dispatch))
-        environment = dataclasses.replace(actor.environment, protocol=protocol)
         agents = (
-            play_question(environment, question, setting, run.seed)
+            play_question(actor.environment, question, setting, run.seed)
             for question in questions[hosts.share_of(len(questions))]
         )
         scoring = Scoring(

@@ -273,17 +273,10 @@ class Run:
         side = self.world.size
         return self.frames.rules(vision, crop).tokens(side, side)
 
-    def limits(self, dispatch: Dispatch = "parallel") -> ProtocolSettings:
-        """Return limits of an episode. Dispatch `frames` shows the crops in the main agent's own
-        trajectory, so its limits include room for them."""
-        if dispatch != "frames":
-            return self.protocol
-        return self.protocol.showing_frames(self.lengths(0).crop_prompt)
-
-    def lengths(self, frames: int, dispatch: Dispatch = "parallel") -> Lengths:
+    def lengths(self, frames: int) -> Lengths:
         """Sequence lengths, in tokens, for prompts that show up to `frames` frames."""
         overview, crop = self.frame_tokens(), self.frame_tokens(crop=True)
-        return lengths(self.limits(dispatch), overview, frames, crop, self.label_tokens)
+        return lengths(self.protocol, overview, frames, crop, self.label_tokens)
 
     @property
     def label_tokens(self) -> int:
@@ -305,9 +298,7 @@ class Run:
         if self.rl is not None:
             budgets = budgets + self.rl.frame_budgets
             rows_per_prefix = self.rl.grpo.group_size
-        # Dispatch `frames` has the longest trajectories, so sizes for it serve the others as well.
-        dispatch = "frames" if "frames" in self.evaluation.dispatch else "parallel"
-        return engine_sizes(self.lengths(max(budgets), dispatch), self.engine, rows_per_prefix)
+        return engine_sizes(self.lengths(max(budgets)), self.engine, rows_per_prefix)
 
 
 def change(run: Run, name: str, fields: Mapping[str, Any]) -> Run:

@@ -134,15 +134,6 @@ class ProtocolSettings:
             raise ValueError(f"protocol.tools: {', '.join(names)}; give each tool once")
         return tools
 
-    def showing_frames(self, crop_tokens: int) -> ProtocolSettings:
-        """Return the limits for dispatch `frames`, where trajectories contain the crops themselves.
-
-        Args:
-            crop_tokens: Tokens of one crop's frames, labels included.
-        """
-        most_shown = self.max_tool_turns * self.max_calls * crop_tokens
-        return dataclasses.replace(self, trajectory_tokens=self.trajectory_tokens + most_shown)
-
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
@@ -318,46 +309,21 @@ class Protocol:
         """`<think>`, which opens every response of the main agent; empty without pin_think."""
         return Segment(self.encode(PINNED if self.settings.pin_think else ""), Author.PINNED)
 
-    def tool_results(
-        self,
-        responses: Sequence[str],
-        ended: bool,
-        last: bool,
-        shown: Sequence[Sequence[Frame]] = (),
-        image_tokens: int = 0,
-    ) -> Segment:
+    def tool_results(self, responses: Sequence[str], ended: bool, last: bool) -> Segment:
         """Return the user turn with the responses to the calls of one turn.
 
         Args:
             responses: One text per call.
             ended: Whether the model closed its turn itself.
             last: Whether this was the last turn with calls. If so, the segment asks for the answer.
-            shown: Under dispatch `frames`, the frames before each response.
-            image_tokens: Visual tokens per shown frame.
         """
         close = "" if ended else self.dialect.end
-        opening = f"{close}\n{self.dialect.open('user')}"
+        bodies = "\n".join(
+            f"<tool_response>\n{self.cut(response)}\n</tool_response>" for response in responses
+        )
         request = wording.ANSWER_NOW if last else ""
-        ending = f"{request}{self.dialect.to_assistant}"
-        if not any(shown):
-            bodies = "\n".join("".join(self._response(text)) for text in responses)
-            return Segment(self.encode(f"{opening}{bodies}{ending}"), Author.TOOL)
-
-        # Each response begins with a line break, the first one with that of the role.
-        pieces = [self.encode(opening.removesuffix("\n"))]
-        for text, frames in zip(responses, shown, strict=True):
-            before, after = self._response(text)
-            pieces += [
-                self._labelled_frames("\n" + before, frames, image_tokens),
-                self.encode(after),
-            ]
-        pieces.append(self.encode(ending))
-        all_frames = tuple(frame for frames in shown for frame in frames)
-        return Segment(np.concatenate(pieces), Author.TOOL, frames=all_frames)
-
-    def _response(self, response: str) -> tuple[str, str]:
-        """Return the text of a response before its frames and after them."""
-        return "<tool_response>\n", f"{self.cut(response)}\n</tool_response>"
+        turn = f"{close}\n{self.dialect.open('user')}{bodies}{request}{self.dialect.to_assistant}"
+        return Segment(self.encode(turn), Author.TOOL)
 
     def cut(self, text: str) -> str:
         """Return a tool response as the model reads it: plain, and at most `summary_tokens`

@@ -250,8 +250,6 @@ class CallOutcome:
     """The response as the main agent saw it."""
     subagent: Trajectory | None = None
     """The trajectory of the call's sub-agent, if it had one."""
-    frames: tuple[Frame, ...] = ()
-    """Frames that the main agent saw itself, under dispatch `frames`."""
 
 
 @dataclasses.dataclass(frozen=True)

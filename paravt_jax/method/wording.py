@@ -68,6 +68,3 @@ SUBAGENT = "\nSay in one short sentence what these frames show, with times in se
 """A sub-agent's task, after its frames."""
 ANSWER_NOW = "\nNo more calls can be made. Give the final answer."
 """The request for the answer, after the last turn with tools."""
-WINDOW = "{count} frames.{note}"
-"""The text beside the frames of a window that the main agent sees itself. `{note}` is empty, or
-says how the window differs from the call, after a space and in brackets."""

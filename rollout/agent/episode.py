@@ -42,10 +42,9 @@ from paravt_jax.method.records import (
 )
 from paravt_jax.method.tools.crop_video import CROP_FPS, resolve_window
 from paravt_jax.method.tools.tool import Look, Video
-from paravt_jax.method.wording import WINDOW, fill
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, together
 
-Dispatch = Literal["parallel", "sequential", "none", "frames"]
+Dispatch = Literal["parallel", "sequential", "none"]
 
 # How an episode ends when one of its turns was cut short.
 _CUT_SHORT = {
@@ -79,8 +78,6 @@ class EpisodeSettings:
         parallel: all calls of a turn are carried out at once.
         sequential: a turn ends at its first call.
         none: no tool is offered.
-        frames: the main agent sees the frames of each window itself, as in the release's
-            evaluation.
     """
 
     frames: int
@@ -144,8 +141,6 @@ class _EpisodeState:
     seed: int
     deadline: float
     trajectory: Trajectory
-    shown: list[ShownFrames]
-    """The trajectory's frames. Held until the episode ends, so that the engine never reads them."""
     turns: list[Turn] = dataclasses.field(default_factory=list)
 
     @property
@@ -193,13 +188,12 @@ async def play(
     """
     deadline = environment.clock() + settings.seconds
     try:
+        # Held until the episode ends, so that the engine never reads them.
         shown = await _overview(environment, question, settings)
         prompt = _prompt(environment, question, settings, shown)
     except VideoError as error:
         return unreadable(question, settings.frames, error.reason)
-    state = _EpisodeState(
-        environment, question, settings, seed, deadline, Trajectory(prompt), [shown]
-    )
+    state = _EpisodeState(environment, question, settings, seed, deadline, Trajectory(prompt))
 
     while True:
         seconds = state.seconds_left()
@@ -220,7 +214,7 @@ async def play(
             return state.finish(StopReason.ANSWERED if answered else StopReason.NO_ANSWER)
 
         # Dispatch. A model that calls again after its last tool turn gets one refusal.
-        offered = _tools_offered(state)
+        offered = len(state.turns) < state.tool_turns
         outcomes = await _dispatch(state, calls) if offered else _refuse(calls)
         failures = [
             outcome.response.removeprefix(_ERROR)
@@ -300,26 +294,6 @@ async def _respond(state: _EpisodeState, seconds: float) -> tuple[str, Sample]:
     return protocol.vocabulary.decode_turn(ids), sample
 
 
-def _tools_offered(state: _EpisodeState) -> bool:
-    """Return whether the calls of the turn that was just written are carried out."""
-    if len(state.turns) >= state.tool_turns:
-        return False
-    # With dispatch `frames`, real frames would follow the placeholders that the model wrote, and
-    # a sampler pairs frames with placeholders by their order.
-    return state.settings.dispatch != "frames" or not _forges_frames(state)
-
-
-def _forges_frames(state: _EpisodeState) -> bool:
-    """Return whether the model itself wrote the placeholder token of a frame."""
-    dialect = state.protocol.dialect
-    placeholders = [state.protocol.vocabulary[pad] for pad in (dialect.image, dialect.video)]
-    return any(
-        np.isin(placeholders, segment.ids).any()
-        for segment in state.trajectory.segments
-        if segment.author is Author.MODEL
-    )
-
-
 # --- dispatch ---
 
 
@@ -359,10 +333,7 @@ async def _carry_out(state: _EpisodeState, call: Call | FailedCall, number: int)
 
 
 async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> CallOutcome:
-    """Send a sub-agent to a window; with dispatch `frames`, return the window's frames themselves.
-
-    Raises VideoError if the window cannot be read.
-    """
+    """Send a sub-agent to a window. Raises VideoError if the window cannot be read."""
     features = state.environment.features
     limits = state.protocol.settings
     video = state.question.video
@@ -384,10 +355,6 @@ async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> Ca
     reason = look.note or resolved.note
     status = CallStatus.CLAMPED if reason else CallStatus.EXECUTED
     note = f" ({reason})" if reason else ""
-    if state.settings.dispatch == "frames":
-        state.shown.append(shown)
-        text = fill(WINDOW, count=str(len(shown.frames)), note=note)
-        return CallOutcome(recorded, status, text, frames=shown.frames)
     prompt = state.protocol.window(shown.frames, features.tokens(shown.frames[0]))
     subagent = Trajectory((prompt,))
     sample = await _ask_subagent(state, subagent, number)
@@ -444,15 +411,10 @@ def _refuse(calls: list[Call | FailedCall]) -> list[CallOutcome]:
 def _gather(state: _EpisodeState, outcomes: Sequence[CallOutcome], sample: Sample) -> Segment:
     """Return the user turn that brings the responses of all calls back to the main agent."""
     protocol = state.protocol
-    shown = [outcome.frames for outcome in outcomes]
-    # All crops are of one video, so all their frames have one size.
-    first = next((frame for frames in shown for frame in frames), None)
     return protocol.tool_results(
         [outcome.response for outcome in outcomes],
         ended=bool(sample.ids[-1] == protocol.vocabulary.eos),
         last=len(state.turns) >= state.tool_turns,
-        shown=shown,
-        image_tokens=state.environment.features.tokens(first) if first else 0,
     )
 
 

@@ -61,12 +61,7 @@ def transcript(
 
 def overview_times(episode: Episode) -> list[float]:
     """Return the times of the overview frames, in seconds."""
-    return [
-        frame.time
-        for segment in episode.trajectory.segments
-        if segment.author is Author.PROMPT
-        for frame in segment.frames
-    ]
+    return [frame.time for frame in episode.trajectory.frames]
 
 
 def _turns(
@@ -116,7 +111,7 @@ def _call(outcome: CallOutcome) -> dict[str, Any]:
     if isinstance(call, ToolCall):
         record = {"tool": call.tool, "arguments": call.arguments}
     window = call if isinstance(call, CropCall) else None
-    frames = outcome.subagent.frames if outcome.subagent else outcome.frames
+    frames = outcome.subagent.frames if outcome.subagent else ()
     return record | {
         "start": window.start if window else None,
         "end": window.end if window else None,

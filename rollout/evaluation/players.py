@@ -73,12 +73,9 @@ def make_setup(settings: BenchmarkSettings, loaded: Loaded, videos: VideoFolder)
             f"experts, and vocabulary; give --tensor {most}: more devices play as further replicas"
         )
     vocabulary = tokenizer_file.load(base, family_of(config).dialect)
-    # With dispatch `frames`, the token limits include crops. The size of a crop does not depend on
-    # these limits, so measure it under preliminary ones.
-    without_crops = Protocol(vocabulary, settings.limits(0))
+    protocol = Protocol(vocabulary, settings.protocol)
     crop_frame = frame_tokens(settings.frames(), config.vision, crop=True)
-    crop = crop_tokens(without_crops, crop_frame, _LATEST_FRAME)
-    protocol = Protocol(vocabulary, settings.limits(crop))
+    crop = crop_tokens(protocol, crop_frame, _LATEST_FRAME)
     size = frame_tokens(settings.frames(), config.vision)
     with_tools = settings.episode_settings().dispatch != "none"
     main = overview_tokens(protocol, settings.k, size, _LATEST_FRAME, with_tools)

@@ -120,16 +120,6 @@ class BenchmarkSettings:
         # Questions about a video follow each other. 64 large frames of one take 1.2 GiB (8B, bf16).
         return FrameSettings(max_pixels=overview, crop_max_pixels=crop, cache_mib=2048)
 
-    def limits(self, crop: int) -> ProtocolSettings:
-        """Return the protocol's settings.
-
-        Args:
-            crop: tokens of a crop's frames, which dispatch `frames` adds to a trajectory.
-        """
-        if self.episode_settings().dispatch == "frames":
-            return self.protocol.showing_frames(crop)
-        return self.protocol
-
     def rewards(self) -> RewardSettings:
         """Return how answers are scored."""
         if not self.judge:

@@ -50,6 +50,7 @@ def perform(scripted, small_environment, small_questions):
     def start(
         turns,
         dispatch: Dispatch = "parallel",
+        frames=4,
         environment=small_environment,
         question=small_questions[0],
         report=" seven from 8 to 10",
@@ -62,7 +63,7 @@ def perform(scripted, small_environment, small_questions):
             )
         sampler = scripted(turns, report=report)
         (episode,) = run(
-            sampler, [play(environment, question, EpisodeSettings(4, 0.7, dispatch), seed=5)]
+            sampler, [play(environment, question, EpisodeSettings(frames, 0.7, dispatch), seed=5)]
         )
         return episode, sampler
 
@@ -252,6 +253,15 @@ def test_no_dispatch_offers_no_tool_and_refuses_once(perform, small_vocabulary):
     assert stubborn.stop is StopReason.TURN_LIMIT
     assert stubborn.answer is None
     assert len(stubborn.turns) == 2
+
+
+def test_a_blind_episode_has_no_frames(perform, small_questions, small_vocabulary):
+    episode, sampler = perform([ANSWER], "none", frames=0)
+    assert episode.answer == "seven"
+    assert episode.trajectory.frames == ()
+    text = small_vocabulary.decode(sampler.main[0][0].ids)
+    assert "<|vision_start|>" not in text
+    assert small_questions[0].text in text
 
 
 def test_neither_a_call_nor_an_answer_ends_the_episode(perform):

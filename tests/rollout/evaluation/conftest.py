@@ -96,7 +96,7 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., SplitP
             "protocol": LIMITS,
         }
         settings = BenchmarkSettings(**defaults | fields)
-        environment = Environment(Protocol(small_vocabulary, settings.limits(64)), features)
+        environment = Environment(Protocol(small_vocabulary, settings.protocol), features)
         make.sampler = scripted(turns, report)
         return SplitPlayer(
             make.sampler, environment, settings, VideoFolder(videos, not settings.benchmark)

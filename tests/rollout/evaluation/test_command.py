@@ -420,7 +420,7 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(checkpoint, videos, tmp
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("charades", ("--dispatch=frames",)),
+        ("charades", ("--dispatch=sequential",)),
         ("mmvu", ("--protocol.prompt=direct", "--protocol.no-pin-think")),
     ],
 )
