@@ -5,7 +5,7 @@
     python -m benchmarks.rehearsal --tokenizer FOLDER --devices 4 --processes 2
 
 The command under test is `python -m paravt_extras.rehearsal --config=paravt_8b`, with
-`--frames.admission=counted`: only then does a run repeat bit for bit. A stand-in of the hub serves
+`--frames.admission=counted`: only then does a run repeat bit for bit. The hub's cache has
 the tokenizer: all that a rehearsal takes from it. The first run is left alone. Two
 further runs get a signal in every phase, SIGTERM in one and SIGKILL in the other, and are started
 again each time. They have to end with the same results, metrics, weights and episodes, bit for bit.
@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
-from benchmarks.hub import Hub
 from benchmarks.killing import EXIT_CODES, check_end, environment
 from train.durable.metrics import read_metrics
 
@@ -88,6 +87,16 @@ MOMENTS = (
     Interruption("evaluation after RL", _file(f"{RUN}/checkpoints/rl/4/*")),
     Interruption("export", _file(f"{RUN}/model*"), near_end=True),
 )
+
+
+def cached(tokenizer: pathlib.Path, home: pathlib.Path) -> dict[str, str]:
+    """Copy a tokenizer to where the hub's client caches `MODEL`, and return the client's
+    variables."""
+    folder = home / "hub" / f"models--{MODEL.replace('/', '--')}"
+    shutil.copytree(tokenizer, folder / "snapshots" / "0")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0")
+    return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
 def _free_port() -> int:
@@ -192,21 +201,21 @@ def compare(
     # Episodes contain absolute paths, so all runs have the same folder.
     home = folder / "place"
     undisturbed = folder / "undisturbed"
-    with Hub({MODEL: pathlib.Path(machine.tokenizer).absolute()}) as hub:
-        variables = environment(folder / "compiled") | hub.variables(folder / "hub")
+    tokenizer = pathlib.Path(machine.tokenizer)
+    variables = environment(folder / "compiled") | cached(tokenizer, folder / "hub")
+    home.mkdir()
+    seconds = finish(machine, home, variables)
+    _say(f"left alone: {seconds / 60:.1f} min")
+    home.rename(undisturbed)
+    for name in machine.signals:
         home.mkdir()
-        seconds = finish(machine, home, variables)
-        _say(f"left alone: {seconds / 60:.1f} min")
-        home.rename(undisturbed)
-        for name in machine.signals:
-            home.mkdir()
-            for moment in moments:
-                interrupt(machine, home, variables, moment, signal.Signals[name])
-                _say(f"{name} in {moment.phase}")
-            finish(machine, home, variables)
-            check_end(home / RUN, undisturbed / RUN)
-            _say(f"{name}: equal to the run that was left alone")
-            shutil.rmtree(home)
+        for moment in moments:
+            interrupt(machine, home, variables, moment, signal.Signals[name])
+            _say(f"{name} in {moment.phase}")
+        finish(machine, home, variables)
+        check_end(home / RUN, undisturbed / RUN)
+        _say(f"{name}: equal to the run that was left alone")
+        shutil.rmtree(home)
 
 
 def _say(text: str) -> None:

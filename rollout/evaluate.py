@@ -1,8 +1,6 @@
 """`python -m rollout.evaluate`: evaluates a model on a split or on your own questions.
 
 With --compare A B [--json], it compares two finished runs question by question.
-
-With --table RUN ..., it shows finished runs below table 1 of the paper.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import tyro
 
 from models.devices import reserve_memory
 from paravt_extras.compare import compare, comparison_text
-from paravt_extras.table_1 import table_1
 from paravt_jax.processes import cluster
 from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.run import evaluate
@@ -32,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. A user's mistake prints one line."""
     reserve_memory()
     argv = list(sys.argv[1:] if argv is None else argv)
-    is_other = {"--compare", "--table"} & {word.split("=")[0] for word in argv}
-    work = _other_uses if is_other else _evaluate
+    is_comparison = "--compare" in [word.split("=")[0] for word in argv]
+    work = _compare if is_comparison else _evaluate
     return cluster.run_command(lambda: work(argv), _LESS_MEMORY)
 
 
@@ -48,19 +45,11 @@ def _evaluate(argv: Sequence[str]) -> int:
     return 1 if has_failed(evaluate(settings)) else 0
 
 
-def _other_uses(argv: Sequence[str]) -> int:
-    """Print what `--compare` or `--table` says of finished runs."""
+def _compare(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=_PROG, description=__doc__)
-    use = parser.add_mutually_exclusive_group(required=True)
-    use.add_argument("--compare", nargs=2, type=pathlib.Path, metavar=("A", "B"))
-    use.add_argument("--table", nargs="+", type=pathlib.Path, metavar="RUN")
+    parser.add_argument("--compare", nargs=2, type=pathlib.Path, metavar=("A", "B"), required=True)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(argv)
-    if asked.json and asked.table:
-        parser.error("--json: belongs to --compare; each run of --table has a summary.json")
-    if asked.table:
-        print(table_1(asked.table))
-        return 0
     first, second = asked.compare
     comparison = compare(first, second)
     shown = comparison_text(first, second, comparison)

@@ -144,14 +144,13 @@ def test_there_is_not_more_to_read_than_before(modules) -> None:
         f"{over} are above their bounds in tests/bounds.json: delete first, a bound never rises"
     )
     # A bound that is far above its figure holds nothing.
-    loose = {name: value for name, value in found.items() if bounds[name] > 1.03 * value}
+    loose = {name: value for name, value in found.items() if bounds[name] > 1.1 * value}
     assert not loose, f"{loose} have fallen: run python -m benchmarks.codebase --lower"
 
 
 def test_only_its_own_package_names_a_family(modules) -> None:
-    # Names of published models in tables, and hub ids in recipes.
-    allowed = ("configs.", "paravt_extras.published_scores")
-    assert [name for name in name_a_family(modules) if not name.startswith(allowed)] == []
+    # Recipes have hub ids.
+    assert [name for name in name_a_family(modules) if not name.startswith("configs.")] == []
 
 
 def test_no_modules_import_each_other(modules) -> None:

@@ -25,7 +25,6 @@ _COMMANDS = {
     "rehearse": ("paravt_extras.rehearsal", "go through all phases of a recipe, cut to minutes"),
     "plan": ("paravt_extras.plan", "compile a recipe for a TPU slice, to see if it fits"),
     "scenes": ("paravt_extras.scenes", "draw videos with questions, to try a real model"),
-    "download": ("paravt_extras.download", "download the questions and videos of a split"),
     "report": ("paravt_extras.report", "write the page of a run: curves, tables, episodes"),
     "summary": ("paravt_extras.summary", "print figures of runs side by side, as a table"),
 }

@@ -127,13 +127,8 @@ def require_source(source: str, repo_type: str = "dataset") -> None:
         )
 
 
-def snapshot(
-    id: str,
-    patterns: Sequence[str],
-    repo_type: str = "model",
-    folder: pathlib.Path | None = None,
-) -> pathlib.Path:
-    """Download the matching files of a repository, and return their folder.
+def snapshot(id: str, patterns: Sequence[str], repo_type: str = "model") -> pathlib.Path:
+    """Download the matching files of a repository, and return their folder in the hub's cache.
 
     A repeated call fetches only what is missing.
 
@@ -141,7 +136,6 @@ def snapshot(
         id: The repository, such as `Qwen/Qwen3-VL-8B-Instruct`.
         patterns: Patterns of file names, such as "*.json".
         repo_type: `model` or `dataset`.
-        folder: Where to put the files; None: the hub's cache.
 
     Raises:
         FileNotFoundError: There is no such repository, or it is not for this user.
@@ -150,7 +144,7 @@ def snapshot(
     with _named_failures(id, repo_type):
         return pathlib.Path(
             huggingface_hub.snapshot_download(
-                id, repo_type=repo_type, allow_patterns=list(patterns), local_dir=folder
+                id, repo_type=repo_type, allow_patterns=list(patterns)
             )
         )
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from paravt_jax.data.question_files import below, without_letters
-from paravt_jax.data.sources import MEDIA_PATTERNS
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.files import Record, read_records
 
@@ -72,12 +71,6 @@ class Benchmark:
     that matches are read, in any folder."""
     read: Reader
     """Turns a record into a question. Raises BrokenRecord if it cannot be asked or scored."""
-    media: tuple[str, ...] = MEDIA_PATTERNS
-    """Patterns of the data set's videos, subtitles and archives of them, for `paravt download`."""
-    joined: tuple[str, ...] = ()
-    """Patterns of files that are slices of one archive, in the order of their names."""
-    elsewhere: str = ""
-    """Where to get the videos if the data set does not hold them."""
     score: Literal["accuracy", "miou"] = "accuracy"
     """Name of the mean score. `miou` (grounding) also has recalls at several overlaps."""
 
@@ -187,7 +180,6 @@ def choice(id: str, video: str, text: str, options: Sequence[str], answer: Any) 
     "VideoMME w/o",
     "lmms-lab/Video-MME",
     ("videomme/test-*.parquet", "*test-*.parquet"),
-    media=("videos_chunked_*.zip", "subtitle.zip"),
 )
 def _read_videomme(record: Record) -> Item:
     question = choice(
@@ -205,7 +197,6 @@ def _read_videomme(record: Record) -> Item:
     "VideoMME w/ sub",
     BENCHMARKS["videomme"].source,
     BENCHMARKS["videomme"].patterns,
-    media=BENCHMARKS["videomme"].media,
 )
 def _read_videomme_with_subtitles(record: Record) -> Item:
     subtitles = below(f"subtitle/{text_of(record, 'videoID')}.srt")
@@ -217,8 +208,6 @@ def _read_videomme_with_subtitles(record: Record) -> Item:
     "LongVideoBench",
     "longvideobench/LongVideoBench",
     ("*validation-*.parquet", "lvb_val.json"),
-    media=("videos.tar*",),
-    joined=("videos.tar*",),
 )
 def _read_longvideobench(record: Record) -> Item:
     candidates = record.get("candidates") or [record.get(f"option{number}") for number in range(5)]
@@ -283,8 +272,6 @@ def _read_mmvu(record: Record) -> Item:
     "Charades-STA mIoU",
     "lmms-lab/charades_sta",
     ("*test-*.parquet",),
-    media=(),
-    elsewhere="Charades_v1_480.zip of https://prior.allenai.org/projects/charades",
     score="miou",
 )
 def _read_charades(record: Record) -> Item:

@@ -47,7 +47,7 @@ def _tables(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
             return files
     raise FileNotFoundError(
         f"--data {source!r}: holds none of {', '.join(patterns)}; "
-        "give the folder that python -m paravt_extras.download made, or the file"
+        "give the folder of the data set (docs/evaluation.md, 1), or the file"
     )
 
 

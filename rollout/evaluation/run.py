@@ -152,7 +152,7 @@ def _load(
         raise ValueError(f"--benchmark {settings.benchmark}: leave it out to play own questions")
     if not settings.data:
         raise ValueError(
-            "--data is missing; give the folder of a split (python -m paravt_extras.download) or a "
+            "--data is missing; give the folder of a split (docs/evaluation.md, 1) or a "
             "file of questions"
         )
     if settings.benchmark:

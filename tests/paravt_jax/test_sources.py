@@ -84,6 +84,22 @@ def test_archives_are_unpacked_once_into_one_root(tmp_path):
     assert (root / "selfqa/a.mp4").read_bytes() == b"another"
 
 
+def test_archives_of_a_data_set_on_the_hub_are_unpacked(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    archive(cache / "clips.zip", {"clips/a.mp4": b"a"})
+    asked = []
+
+    def snapshot_download(id, repo_type, allow_patterns):
+        asked.append((id, repo_type, "*.zip" in allow_patterns))
+        return cache
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    root = sources.media_root("owner/set", tmp_path / "out")
+    assert asked == [("owner/set", "dataset", True)]
+    assert (root / "clips/a.mp4").read_bytes() == b"a"
+    assert not (cache / "clips").exists()
+
+
 # --- what the hub does not give, and whether a supervisor should ask again ---
 
 
@@ -92,6 +108,25 @@ def test_an_offline_hub_is_not_asked_again(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(OSError, match="owner/none: .*HF_HUB_OFFLINE") as error:
         sources.snapshot("owner/none", ["*.json"])
+    assert exit_code(error.value) == FAILED
+
+
+def test_a_gated_repository_needs_a_token_and_is_not_asked_again(monkeypatch):
+    class Gated(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(401)
+            self.send_header("X-Error-Code", "GatedRepo")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with http.server.HTTPServer(("127.0.0.1", 0), Gated) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        huggingface_hub.close_session()
+        with pytest.raises(OSError, match="owner/gated: .*401.*hf auth login") as error:
+            sources.list_files("owner/gated")
+        server.shutdown()
     assert exit_code(error.value) == FAILED
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from paravt_extras import download
 from paravt_extras.studies import paradox
 from rollout import ask, evaluate
 from train import export, prepare, run
@@ -15,7 +14,6 @@ LOCAL = [
     (paradox.main, ("--run-dir",)),
     (ask.main, ("--model", "m", "Who?", "--video")),
     (evaluate.main, ("--model", "m", "--benchmark", "mmvu", "--out")),
-    (download.main, ("mmvu", "--to")),
 ]
 OTHERS = [
     (run.main, (LARGE, "--check", "--run-dir")),

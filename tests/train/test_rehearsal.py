@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.hub import Hub
 from benchmarks.killing import environment
-from benchmarks.rehearsal import MODEL, RUN, Machine, finish
+from benchmarks.rehearsal import RUN, Machine, cached, finish
 from configs import RECIPES
 from configs.paravt_tiny import paravt_tiny
 from paravt_extras.rehearsal import cut
@@ -55,13 +54,12 @@ def optimised(monkeypatch):
 @pytest.mark.long
 @pytest.mark.usefixtures("optimised")
 def test_the_literal_command_ends_with_a_report(assets, tmp_path):
-    """Against a stand-in of the hub. `benchmarks.rehearsal` kills it in every phase."""
+    """`benchmarks.rehearsal` kills it in every phase."""
     tokenizer = assets / "qwen3_vl"
     home = tmp_path / "home"
     home.mkdir()
-    with Hub({MODEL: tokenizer}) as hub:
-        variables = environment(tmp_path / "compiled") | hub.variables(tmp_path / "hub")
-        finish(Machine(str(tokenizer), arguments=FEW), home, variables)
+    variables = environment(tmp_path / "compiled") | cached(tokenizer, tmp_path / "hub")
+    finish(Machine(str(tokenizer), arguments=FEW), home, variables)
     steps = [(line["phase"], line["step"]) for line in read_metrics(home / RUN / "metrics.jsonl")]
     assert steps == [("sft", 1), ("rl", 1)]
     assert "A rehearsal:" in write_report(home / RUN).read_text()

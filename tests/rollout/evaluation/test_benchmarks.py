@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from paravt_extras.published_scores import COLUMNS
 from paravt_jax.data.frames import join
 from paravt_jax.method.accuracy import accuracy
 from paravt_jax.method.records import Question, QuestionKind
@@ -23,10 +22,6 @@ def read(name, tmp_path, records=None):
     """Load a split with these records, by default with its examples."""
     records = published.EXAMPLES[name] if records is None else records
     return load(name, str(published.write_split(name, tmp_path / name, records)))
-
-
-def test_the_splits_are_the_papers_seven():
-    assert list(BENCHMARKS) == list(COLUMNS)
 
 
 def test_videomme(tmp_path):
