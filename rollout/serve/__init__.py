@@ -1,0 +1,1 @@
+"""HTTP servers of this project: what they share."""
