@@ -99,15 +99,15 @@ def test_the_room_of_this_checkout_is_the_one_imported(room: str) -> None:
     assert pathlib.Path(found.origin).parent == ROOT / room
 
 
-def test_every_module_imports_without_torch_and_tensorflow() -> None:
+def test_every_module_imports_without_torch_openai_and_tensorflow() -> None:
     modules = [
         name(file).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for file in SOURCES
     ]
-    # An entry of None makes `import torch` fail, even if torch is installed: transformers tries it.
+    # An entry of None makes an import fail, even if the package is installed.
     code = f"""
 import importlib, sys
-sys.modules['torch'] = None
+sys.modules['torch'] = sys.modules['openai'] = None
 for module in {modules!r}:
     importlib.import_module(module)
 sys.exit('tensorflow was imported' if 'tensorflow' in sys.modules else 0)

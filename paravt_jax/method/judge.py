@@ -46,7 +46,7 @@ class ServerSettings:
     key_variable: str = "OPENAI_API_KEY"
     """Environment variable with the key, which is sent to `endpoint` only. Empty: no key."""
     timeout: float = 600.0
-    """Time limit of one request, from connecting to the last byte."""
+    """Time limit of connecting, of waiting for a reply to begin, and of the reply itself."""
     attempts: int = 5
     """Upper bound on requests per answer, the first included."""
     concurrency: int = 16

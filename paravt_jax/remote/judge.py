@@ -46,9 +46,7 @@ _SCORE = re.compile(
 )
 
 
-_NO_SCORE = Failure(
-    "the reply is none of 0, 0.5, 1; check that the model answers without thinking aloud"
-)
+_NO_SCORE = "the reply is none of 0, 0.5, 1; check that the model answers without thinking aloud"
 
 
 def needs_judge(question: Question, prediction: str | None) -> bool:
@@ -73,6 +71,8 @@ def request(settings: JudgeSettings, question: Question, prediction: str | None)
         "given_answer": (prediction or "")[:_ANSWER_CHARS],
     }
     content = json.dumps(texts, ensure_ascii=False).translate(_MARKER_ESCAPES)
+    # A text may hold half of a surrogate pair, which UTF-8 cannot.
+    content = content.encode(errors="backslashreplace").decode()
     messages = [{"role": "system", "content": _RULES}, {"role": "user", "content": content}]
     return {
         "model": settings.model,
@@ -88,8 +88,11 @@ def read_score(text: str) -> float | None:
     return float(match[1]) if match else None
 
 
-def _score(choice: Choice) -> float | Failure:
-    score = read_score(choice.text or "")
+def _score(outcome: Choice | Failure) -> float | str:
+    """Return the score in a reply, or why there is none."""
+    if isinstance(outcome, Failure):
+        return outcome.text
+    score = read_score(outcome.message.content or "")
     return _NO_SCORE if score is None else score
 
 
@@ -136,21 +139,20 @@ class RemoteJudge:
     def _judge(self, asked: Sequence[Item]) -> dict[Item, float]:
         """Request all scores concurrently, count the outcomes, and return the scores."""
         limit = self.settings.time_limit
-        futures = [self.client.ask(request(self.settings, *item), _score) for item in asked]
+        futures = [self.client.ask(request(self.settings, *item)) for item in asked]
         done, open_requests = concurrent.futures.wait(futures, limit)
         for future in open_requests:
             future.cancel()
-        late = Failure(f"no score after time_limit = {limit} s; allow more time", late=True)
+        late = Failure(f"no score after time_limit = {limit} s; allow more time")
         scores = {}
         for item, future in zip(asked, futures, strict=True):
-            outcome = future.result() if future in done else late
-            if not isinstance(outcome, Failure):
-                scores[item] = outcome
-            elif outcome.text not in self._logged:
+            score = _score(future.result() if future in done else late)
+            if not isinstance(score, str):
+                scores[item] = score
+            elif score not in self._logged:
                 # Each cause is logged once; `counts` says how many answers fell back.
-                self._logged.add(outcome.text)
-                address = self.settings.endpoint
-                _log.warning("judge %s: %s. F1 scores instead", address, outcome.text)
+                self._logged.add(score)
+                _log.warning("judge %s: %s. F1 scores instead", self.settings.endpoint, score)
         fell_back = len(asked) - len(scores)
         self.counts = {"asked": len(asked), "answered": len(scores), "fell_back": fell_back}
         return scores

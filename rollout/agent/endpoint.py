@@ -13,12 +13,11 @@ has `SampleStop.FAILED`. `ServerWatch` decides when a server is hopeless (`Endpo
 from __future__ import annotations
 
 import base64
-import functools
 import io
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
@@ -42,18 +41,15 @@ from rollout.engine.requests import Completion, Request, Sample, SampleStop
 
 # How servers say that they withhold a reply, that it was cut at its token limit, and that they did
 # not finish it. Everything else is a turn's end.
-_WITHHELD = re.compile("filter|refusal|safety|prohibited|recitation|block|spii")
-_CUT = re.compile("length|max_tokens|max_output_tokens|exceeded")
-_BROKEN = re.compile("error|abort|cancel|failed|timeout|insufficient")
+_WITHHELD = re.compile("(?i)filter|refusal|safety|prohibited|recitation|block|spii")
+_CUT = re.compile("(?i)length|max_tokens|max_output_tokens|exceeded")
+_BROKEN = re.compile("(?i)error|abort|cancel|failed|timeout|insufficient")
 # How servers say that they do not go on with a response that the request begins.
 _BEGUN = re.compile("assistant|continue_final_message|add_generation_prompt")
 HOPELESS = 20
 """A run ends after this many questions in a row without an answer. Each has had all its attempts,
 and the next command asks them again."""
 _MOMENT = 0.05  # seconds that a step waits at most
-
-# The text, why it ended, and the reason of a refusal or "".
-_Completion = tuple[str, SampleStop, str]
 
 
 class EndpointError(UserError):
@@ -118,6 +114,10 @@ class PictureEncoder(FrameEncoder):
             yield Encoded(np.frombuffer(buffer.getvalue(), np.uint8)[None], 0)
 
 
+class _Unreadable(Failure):
+    """A frame of the request cannot be read."""
+
+
 class EndpointSampler:
     """A `rollout.engine.requests.Sampler` over HTTP. Use it from one thread at a time.
 
@@ -139,24 +139,22 @@ class EndpointSampler:
         self._images = images
         self.client = Client(settings)
         self._tickets = itertools.count()
-        # Requests in flight, by ticket.
-        self._pending: dict[int, tuple[Request, Future[_Completion | Failure]]] = {}
+        # Requests in flight, by ticket, with what was sent.
+        self._pending: dict[int, tuple[Request, dict[str, Any], Future[Choice | Failure]]] = {}
 
     def submit(self, request: Request) -> int:
         """Send a request and return its ticket."""
         if request.begun is not None:
             raise ValueError("Request.begun: a server cannot go on with a response; ask it anew")
-        reply: Future[_Completion | Failure] = Future()
+        body: dict[str, Any] = {}
         try:
-            sent = self._body(request)
+            body = self._body(request)
+            reply = self.client.ask(body, request.sampling.deadline)
         except VideoError as error:
-            reply.set_result(("", SampleStop.UNREADABLE, error.reason))
-        else:
-            begun = "continue_final_message" in sent
-            read = functools.partial(self._read, begun, sent.get("stop", []))
-            reply = self.client.ask(sent, read, request.sampling.deadline)
+            reply = Future()
+            reply.set_result(_Unreadable(error.reason))
         ticket = next(self._tickets)
-        self._pending[ticket] = (request, reply)
+        self._pending[ticket] = (request, body, reply)
         return ticket
 
     def _body(self, request: Request) -> dict[str, Any]:
@@ -179,54 +177,54 @@ class EndpointSampler:
     def step(self) -> list[Completion]:
         """Wait a moment for a reply, and return the requests that are complete."""
         # Only a moment: frames may arrive meanwhile.
-        replies = [reply for _, reply in self._pending.values()]
+        replies = [reply for *_, reply in self._pending.values()]
         wait(replies, _MOMENT, return_when=FIRST_COMPLETED)
         completions = []
-        for ticket, (request, reply) in list(self._pending.items()):
+        for ticket, (request, body, reply) in list(self._pending.items()):
             if reply.done():
                 del self._pending[ticket]
-                completions.append((ticket, self._sample(request, reply.result())))
+                completions.append((ticket, self._sample(request, body, reply.result())))
         return completions
 
     def cancel(self, ticket: int) -> None:
         """Drop a request, and end its HTTP request."""
         if ticket in self._pending:
-            _, reply = self._pending.pop(ticket)
+            *_, reply = self._pending.pop(ticket)
             reply.cancel()
 
-    def _read(self, begun: bool, stops: Sequence[str], choice: Choice) -> _Completion | Failure:
-        """Return the completion in a successful reply; a failure if another may be better.
-
-        Args:
-            begun: Whether the request opens the model's thought.
-            stops: Texts that end the reply, besides the end of the turn.
-            choice: The reply.
-        """
-        dialect = self._vocabulary.dialect
-        reason = str(choice.finish_reason).lower()
-        shown = f"finish_reason {choice.finish_reason!r}"
+    def _read(self, body: dict[str, Any], outcome: Choice | Failure) -> tuple[str, SampleStop, str]:
+        """Return the text of a response, why it ended, and the reason of a failure or ""."""
+        if isinstance(outcome, _Unreadable):
+            return "", SampleStop.UNREADABLE, outcome.text
+        if isinstance(outcome, Failure):
+            failed = SampleStop.REFUSED if outcome.status in REFUSALS else SampleStop.FAILED
+            is_begun = failed is SampleStop.REFUSED and _BEGUN.search(outcome.text)
+            why = outcome.text + ("; ask with --protocol.no-pin-think" if is_begun else "")
+            return "", SampleStop.DEADLINE if outcome.late else failed, why
+        message, dialect = outcome.message, self._vocabulary.dialect
+        reason = f"refusal: {message.refusal}" if message.refusal else outcome.finish_reason or ""
+        shown = self.client.shown(f"finish_reason {reason}")
         if _WITHHELD.search(reason):
             return "", SampleStop.REFUSED, shown
         if _BROKEN.search(reason):
-            return Failure(f"the server did not finish the reply ({shown}); look into its log")
+            return "", SampleStop.FAILED, f"the server did not finish the reply ({shown})"
         is_cut = _CUT.search(reason)
+        thought = message.reasoning_content or message.reasoning
         # Some servers also return text that the model wrote after the end of its turn.
-        text, ended, _ = (choice.text or "").partition(dialect.end)
-        # What a parser took out of the text. Without that, a model may end its turn at once.
-        taken = "reasoning" if choice.thought else "a call" if "call" in reason else ""
-        is_empty = not (text.strip() or choice.calls or is_cut)
-        if is_empty and (taken or choice.text is None or choice.finish_reason is None):
-            remedy = "serve the model with the parsers that were made for it, or with none"
-            why = f"the reply has {taken or 'nothing'} and no text ({shown}); {remedy}"
-            # A reply without anything may be an accident.
-            return ("", SampleStop.FAILED, why) if taken else Failure(why)
+        text, ended, _ = (message.content or "").partition(dialect.end)
         # Some servers leave in the text what they give beside it.
-        calls = [] if any(call for _, call in find_calls(text)) else choice.calls
-        if choice.thought and "</think>" not in text:
+        calls = [] if any(call for _, call in find_calls(text)) else message.tool_calls or []
+        is_empty = not (text.strip() or calls or is_cut)
+        # A parser may have taken the answer out of the text. Without one, a model may end its turn
+        # at once.
+        if is_empty and (thought or "call" in reason or message.content is None):
+            remedy = "serve the model with the parsers that were made for it, or with none"
+            return "", SampleStop.FAILED, f"the reply has no text ({shown}); {remedy}"
+        if thought and "</think>" not in text:
             # Its opening may belong to the request; a thought that was cut has no end.
-            opening = "" if begun else PINNED
+            opening = "" if "continue_final_message" in body else PINNED
             closing = "" if is_cut and not (text.strip() or calls) else "\n</think>\n"
-            text = f"{opening}{choice.thought}{closing}{text}"
+            text = f"{opening}{thought}{closing}{text}"
         for call in calls:
             written = json.dumps(call.get("function", call) if isinstance(call, dict) else call)
             text += rewrite_calls(f"\n<tool_call>\n{written}\n</tool_call>", dialect.calls)
@@ -235,19 +233,13 @@ class EndpointSampler:
         if not ended and is_cut:
             return response, SampleStop.LENGTH, ""
         # A stop string is part of the response, but servers leave it out of the text.
-        if stops and not ended and any(call is None for _, call in find_calls(response)):
-            return response + stops[0], SampleStop.STOP_ID, ""
+        if "stop" in body and not ended and any(call is None for _, call in find_calls(response)):
+            return response + body["stop"][0], SampleStop.STOP_ID, ""
         return response + dialect.end, SampleStop.STOP_ID, ""
 
-    def _sample(self, request: Request, result: _Completion | Failure) -> Sample:
-        if isinstance(result, Failure):
-            failed = SampleStop.REFUSED if result.status in REFUSALS else SampleStop.FAILED
-            is_begun = failed is SampleStop.REFUSED and _BEGUN.search(result.text)
-            remedy = "; ask with --protocol.no-pin-think" if is_begun else ""
-            result = "", SampleStop.DEADLINE if result.late else failed, result.text + remedy
-        text, stop, reason = result
-        # A lone surrogate, half a character in JSON, becomes "?".
-        ids = self._vocabulary.encode(text.encode(errors="replace").decode())
+    def _sample(self, request: Request, body: dict[str, Any], outcome: Choice | Failure) -> Sample:
+        text, stop, reason = self._read(body, outcome)
+        ids = self._vocabulary.encode(text)
         # One more than the limit, because `_read` adds the end of the turn to the text.
         limit = request.sampling.max_new_tokens + 1
         if len(ids) > limit and stop is SampleStop.STOP_ID:

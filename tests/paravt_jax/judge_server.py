@@ -6,17 +6,20 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import pytest
 
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
     """The reply to one request, after `delay` seconds.
 
-    `drip` sends it byte by byte; `close` closes the connection without a reply.
+    `drip` sends it byte by byte; `close` closes the connection after the body, and without a reply
+    if there is none.
     """
 
     body: bytes = b""
@@ -27,10 +30,13 @@ class Reply:
     close: bool = False
 
 
-def says(text: Any, beside: dict[str, Any] | None = None, **fields: Any) -> Reply:
+def says(
+    text: Any, finish: Any = "stop", beside: Mapping[str, Any] | None = None, **fields: Any
+) -> Reply:
     """A chat completion with this content, and other fields of its message beside it."""
-    message = {"role": "assistant", "content": text} | (beside or {})
-    return Reply(json.dumps({"choices": [{"message": message}]}).encode(), **fields)
+    message = {"role": "assistant", "content": text, **(beside or {})}
+    choice = {"message": message, "finish_reason": finish}
+    return Reply(json.dumps({"choices": [choice]}).encode(), **fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +93,13 @@ class _Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.now -= 1
         self.close_connection = reply.close
-        if not reply.close:
+        if reply.body or not reply.close:
             self._send(reply)
 
     def _send(self, reply: Reply) -> None:
         self.send_response(reply.status)
-        for name, value in (("Content-Length", str(len(reply.body))), *reply.headers):
-            self.send_header(name, value)
+        for field in ({"Content-Length": str(len(reply.body))} | dict(reply.headers)).items():
+            self.send_header(*field)
         self.end_headers()
         for start in range(len(reply.body)) if reply.drip else ():
             self.wfile.write(reply.body[start : start + 1])
@@ -107,7 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(answer: Callable[[int, Received], Reply]) -> Iterator[JudgeServer]:
-    """A server while the block runs."""
+    """A server while the block runs. Skips the test if there is no client for it."""
+    pytest.importorskip("openai")
     server = JudgeServer(answer)
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from paravt_jax.method.accuracy import token_f1
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.remote import client
 from paravt_jax.remote.judge import RemoteJudge, read_score, request
 from tests.paravt_jax.judge_server import Reply, says, serving
 
@@ -31,10 +30,9 @@ STALL = 60.0  # seconds: longer than any pause of a busy machine
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch):
-    """A key, short waits, and no proxy between the test and its server."""
+    """A key, and no proxy between the test and its server."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setattr(client, "FIRST_WAIT", 0.001)
 
 
 def quick(endpoint: str = "http://127.0.0.1:9/v1", **fields) -> JudgeSettings:
@@ -84,9 +82,10 @@ def test_the_request_asks_for_one_number():
 
 
 @settings(max_examples=40)
-@given(st.text(max_size=60), st.integers(1, 40))
+@given(st.text(max_size=60) | st.just("\ud83d"), st.integers(1, 40))
 def test_an_answer_cannot_end_its_json_string(answer, repeats):
     content = request(quick(), QUESTION, repeats * answer)["messages"][1]["content"]
+    assert content.encode()  # UTF-8 has no half of a surrogate pair
     assert json.loads(content) == {
         "question": QUESTION.text,
         "right_answer": QUESTION.answer,
@@ -110,15 +109,6 @@ def test_a_score_is_read_from_a_reply_that_holds_nothing_else():
         assert read_score(text) is None, text
 
 
-def test_a_score_counts_if_the_server_took_reasoning_out_of_the_reply():
-    message = {"content": "1", "reasoning_content": "Is it 0? No."}
-    reply = {"choices": [{"message": message, "finish_reason": "stop"}]}
-    with serving(lambda *_: Reply(json.dumps(reply).encode())) as server:
-        judge = RemoteJudge(quick(server.endpoint))
-        assert judge.scores([(QUESTION, CLOSE)]) == [1.0]
-    assert judge.counts == counts(asked=1, answered=1)
-
-
 # How it fails.
 
 
@@ -131,7 +121,7 @@ def test_permanent_failures_fall_back_at_once_and_are_logged_once(caplog):
         assert judge.counts == counts(asked=1, fell_back=1)
         (record,) = caplog.records
         assert server.endpoint in record.getMessage()
-        assert "status 401 (the key [the key] is bad); check the key" in record.getMessage()
+        assert "status 401; check the key: the key [the key] is bad" in record.getMessage()
 
 
 def test_a_stalled_judge_delays_a_batch_by_its_time_limit_at_most(caplog):
@@ -176,29 +166,18 @@ def test_scores_are_in_the_order_of_answers_and_equal_answers_are_asked_once():
 OUTCOMES = [
     says("1"),
     says("0.5"),
-    says("perhaps"),
+    says("no"),
     Reply(status=500),
-    Reply(status=401),
     Reply(close=True),
     Reply(delay=1),
 ]
 
 
 @settings(max_examples=10, deadline=None)
-@given(
-    st.lists(st.lists(st.sampled_from(OUTCOMES), min_size=2, max_size=2), min_size=1, max_size=4),
-    st.sampled_from([0.2, 5.0]),
-)
+@given(st.lists(st.sampled_from(OUTCOMES), min_size=1, max_size=4), st.sampled_from([0.2, 5.0]))
 def test_counts_add_up(plans, time_limit):
-    seen: dict[str, int] = {}
-
-    def answer(_, received):
-        text = received.texts["given_answer"]
-        seen[text] = seen.get(text, 0) + 1
-        return plans[int(text)][seen[text] - 1]
-
-    with serving(answer) as server:
-        judge = RemoteJudge(quick(server.endpoint, attempts=2, timeout=0.15, time_limit=time_limit))
+    with serving(lambda _, received: plans[int(received.texts["given_answer"])]) as server:
+        judge = RemoteJudge(quick(server.endpoint, attempts=1, timeout=0.15, time_limit=time_limit))
         scores = judge.scores([(QUESTION, str(i)) for i in range(len(plans))])
     asked, answered, fell_back = judge.counts.values()
     assert asked == len(plans) == answered + fell_back
@@ -212,9 +191,6 @@ def test_counts_add_up(plans, time_limit):
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("endpoint", ""),
-        ("endpoint", "localhost:8000/v1"),
-        ("endpoint", "http://localhost/v1/chat/completions"),
         ("endpoint", f"http://user:{KEY}@localhost/v1"),
         ("model", " "),
         ("key_variable", KEY),

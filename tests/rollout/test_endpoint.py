@@ -22,21 +22,14 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import Rewards
 from paravt_jax.method.tokenizer import Vocabulary
-from paravt_jax.remote import client
 from rollout.agent.endpoint import EndpointSampler, FrameImages, messages
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Request, SampleStop, Sampling, run
-from tests.paravt_jax.judge_server import Reply, serving
+from tests.paravt_jax.judge_server import Reply, says, serving
 
 PLAN = "look\n</think>\n" + render_call(CropCall(0, 16)) + "\n" + render_call(CropCall(96, 112))
 ANSWER = "so\n</think>\n<answer>seven</answer>"
-
-
-def says(text, finish="stop", **beside) -> Reply:
-    """A chat completion with this content, and other fields of its message beside it."""
-    message = {"role": "assistant", "content": text, **beside}
-    return Reply(json.dumps({"choices": [{"message": message, "finish_reason": finish}]}).encode())
 
 
 def course(number, received) -> Reply:
@@ -47,11 +40,6 @@ def course(number, received) -> Reply:
     return says(
         ANSWER if any("<tool_response>" in str(message["content"]) for message in chat) else PLAN
     )
-
-
-def error(status, message, **fields) -> Reply:
-    """An error as OpenAI-compatible servers write it."""
-    return Reply(json.dumps({"error": {"message": message}}).encode(), status, **fields)
 
 
 def prompted(vocabulary, **fields) -> Request:
@@ -68,11 +56,6 @@ def images(small_model, small_world) -> FrameImages:
 def environment(small_vocabulary, images) -> Environment:
     limits = ProtocolSettings(turn_tokens=256, summary_tokens=32, trajectory_tokens=1024)
     return Environment(Protocol(small_vocabulary, limits), images)
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(client, "FIRST_WAIT", 0.01)
 
 
 @pytest.fixture
@@ -180,38 +163,29 @@ def test_sequential_dispatch_stops_at_the_first_call(ask):
 
 
 def test_a_reply_cut_at_its_token_limit_is_a_truncated_turn(ask):
-    episode, _ = ask(lambda number, received: says("thinking and thinking", finish="length"))
+    episode, _ = ask(lambda number, received: says("thinking and thinking", "length"))
     assert episode.stop is StopReason.TRUNCATED
     assert episode.turns[0].truncated
 
 
 @pytest.mark.parametrize(
-    ("reply", "message", "asked"),
+    ("reply", "message"),
     [
-        (Reply(status=404), "status 404; check the address", 1),
-        (Reply(close=True), "the connection failed", 3),
-        (Reply(b"hello"), r"not a complete chat completion \(hello\); check the address", 3),
-        (Reply(b"\n<html>Sign in"), "not a complete chat completion .*Sign in", 3),
-        (Reply(b'{"choices": null}'), "not a complete chat completion", 1),
-        (error(429, "insufficient_quota"), r"status 429 \(insufficient_quota\)$", 1),
-        (error(403, "no such plan"), r"status 403 \(.*no such plan.*\); check the key", 1),
-        (error(500, "out of memory"), r"status 500 \(.*out of memory.*\); look into", 3),
-        (says(None), "no text .*parsers", 3),
-        (says("", "tool_calls"), "a call and no text .finish_reason 'tool_calls'", 1),
-        (says("\n", reasoning="I see."), "reasoning and no text .*parsers", 1),
-        (says(None, reasoning_content="I see."), "reasoning and no text", 1),
-        (says([{"type": "thinking", "thinking": "I see."}]), "reasoning and no text", 1),
-        (says(PLAN[:40], "abort"), "did not finish the reply", 3),
-        (says(ANSWER, "ERROR"), "did not finish the reply .finish_reason 'ERROR'", 3),
+        (Reply(b"no such model", 404), "status 404; check the address.*: no such model$"),
+        (says(None), "no text .*parsers"),
+        (says("", "tool_calls"), "no text .finish_reason tool_calls"),
+        (says("\n", beside={"reasoning": "I see."}), "no text .*parsers"),
+        (says(None, beside={"reasoning_content": "I see."}), "no text"),
+        (says(PLAN[:40], "abort"), "did not finish the reply"),
+        (says(ANSWER, "ERROR"), "did not finish the reply .finish_reason ERROR"),
     ],
 )
-def test_a_request_without_a_usable_reply_ends_its_episode_in_one_line(ask, reply, message, asked):
-    episode, server = ask(lambda number, received: reply, attempts=3)
+def test_a_request_without_a_usable_reply_ends_its_episode_in_one_line(ask, reply, message):
+    episode, server = ask(lambda number, received: reply)
     assert episode.stop is StopReason.FAILED
     assert episode.answer is None
     assert re.search(message, episode.reason)
-    assert "\n" not in episode.reason
-    assert len(server.received) == asked
+    assert len(server.received) == 1
 
 
 def test_a_sub_agent_without_a_reply_ends_the_episode(ask):
@@ -231,22 +205,21 @@ def test_a_sub_agent_without_a_reply_ends_the_episode(ask):
 
 
 REFUSALS = {
-    "content_filter": error(400, "content_filter"),
-    "half filtered": says("so\n</think>\n<answer>sev", finish="content_filter"),
-    "pinned": error(400, "content_filter: Unknown field continue_final_message"),
-    "prohibited": says(ANSWER, "PROHIBITED_CONTENT"),
-    "of the model": says("", refusal="no content_filter\nbut the model"),
+    "content_filter": Reply(b"content_filter", 400),
+    "half filtered": says("so\n</think>\n<answer>sev", "content_filter"),
+    "pinned": Reply(b"content_filter: Unknown field continue_final_message", 400),
+    "prohibited": says(ANSWER, "PROHIBITED_CONTENT_FILTER"),
+    "of the model": says("", beside={"refusal": "no content_filter\nbut the model"}),
 }
 
 
 @pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
 def test_a_refused_request_ends_its_episode_and_says_why(ask, refusal):
     episode, server = ask(lambda number, received: refusal)
-    message = json.loads(refusal.body).get("error", {}).get("message", "content")
     assert episode.stop is StopReason.REFUSED
     assert episode.answer is None
-    assert message.lower() in episode.reason.lower()
-    assert ("no-pin-think" in episode.reason) == ("continue_final_message" in message)
+    assert "content_filter" in episode.reason.lower()
+    assert ("no-pin-think" in episode.reason) == (b"continue_final" in refusal.body)
     assert len(server.received) == 1
 
 
@@ -307,14 +280,12 @@ def taken_apart(reply, field) -> Reply:
     calls = [{"function": one | {"arguments": json.dumps(one["arguments"])}} for one in functions]
     # Some servers leave the end of the turn, or the calls, in the text.
     said = content if field == "reasoning" or not calls else "<|im_end|>"
-    if field == "parts":
-        said = [{"type": "thinking", "thinking": [thought]}, said]
     finish = "tool_calls" if calls else "stop"
-    return says(said, finish, tool_calls=calls, **{field: thought}) if closed else reply
+    return says(said, finish, {"tool_calls": calls, field: thought}) if closed else reply
 
 
 @pytest.mark.parametrize("pin_think", [True, False])
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "parts"])
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 def test_a_server_that_takes_replies_apart_plays_the_same_episode(ask, field, pin_think):
     episode, _ = ask(
         lambda n, received: taken_apart(course(n, received), field), pin_think=pin_think
@@ -330,7 +301,7 @@ def test_a_structured_call_that_cannot_be_read_is_refused_as_the_model_wrote_it(
     calls = [{"function": {"name": "crop_video", "arguments": arguments}}, "odd", None]
 
     def answer(number, received) -> Reply:
-        return course(number, received) if number else says("", tool_calls=calls)
+        return course(number, received) if number else says("", beside={"tool_calls": calls})
 
     episode, _ = ask(answer)
     assert [outcome.call for outcome in episode.turns[0].calls] == [None] * 3
@@ -348,14 +319,14 @@ def test_a_frame_becomes_a_picture_once(small_model, small_world, small_question
 
 def test_a_cut_thought_is_a_truncated_turn(ask):
     """As it is if the server has no parser."""
-    episode, _ = ask(lambda number, received: says(None, "length", reasoning="I see"))
+    episode, _ = ask(lambda number, received: says(None, "length", {"reasoning": "I see"}))
     assert episode.stop is StopReason.TRUNCATED
     assert episode.turns[0].text == "<think>\nI see"
 
 
-@pytest.mark.parametrize("finish", ["STOP", "end_turn", "eos", "COMPLETE", "odd", 0, None])
+@pytest.mark.parametrize("finish", ["STOP", "end_turn", "eos", "COMPLETE", "odd", None])
 def test_a_good_text_counts_however_its_end_is_called(ask, finish):
-    episode, _ = ask(lambda number, received: says(ANSWER, finish, reasoning="so"))
+    episode, _ = ask(lambda number, received: says(ANSWER, finish, {"reasoning": "so"}))
     assert episode.stop is StopReason.ANSWERED
     assert episode.answer == "seven"
     assert episode.turns[0].text.count("</think>") == 1

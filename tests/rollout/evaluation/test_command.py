@@ -171,7 +171,7 @@ def refusing(*texts):
 
     def answer(number, received) -> Reply:
         if "temperature" in received.body:
-            return Reply(b'{"detail": "`temperature` is not supported"}', status=422)
+            return Reply(b'{"param": "temperature", "code": "unsupported_value"}', status=400)
         chat = str(received.body["messages"])
         if any(text in chat for text in texts):
             return Reply(b'{"error": {"message": "content_filter"}}', status=400)
