@@ -34,6 +34,9 @@ REFUSALS = (400, 413, 422, 451)
 # Fields that some servers refuse, and the names to send instead; "" leaves a field out.
 _OPTIONAL = {"max_tokens": "max_completion_tokens", "temperature": "", "seed": "", "stop": ""}
 
+# How servers say that they did not finish a reply.
+_BROKEN = re.compile("error|abort|cancel|failed|timeout|insufficient", re.IGNORECASE)
+
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
@@ -63,6 +66,10 @@ class Choice(pydantic.BaseModel):
 
     message: Message
     finish_reason: str | None = None
+
+
+# Nothing, and nothing says why: an accident.
+_EMPTY = Choice(message=Message(), finish_reason="stop")
 
 
 class _Reply(pydantic.BaseModel):
@@ -196,11 +203,14 @@ async def _require_completion(response: httpx2.Response) -> None:
         async with asyncio.timeout(response.request.extensions["timeout"]["read"]):
             body = await response.aread()
         if response.is_success:
-            _Reply.model_validate_json(body)
+            choice = _Reply.model_validate_json(body).choices[0]
+            if choice == _EMPTY or _BROKEN.search(choice.finish_reason or ""):
+                raise ValueError("another attempt may be better")
     except TimeoutError as error:
         raise httpx2.ReadTimeout("the reply did not end") from error
-    except pydantic.ValidationError as error:
-        raise httpx2.DecodingError(f"not a chat completion: {response.text}") from error
+    except ValueError as error:
+        message = f"not a complete chat completion: {response.text}"
+        raise httpx2.DecodingError(message) from error
 
 
 @functools.cache

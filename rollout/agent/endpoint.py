@@ -39,11 +39,10 @@ from paravt_jax.processes.exit_codes import UserError
 from paravt_jax.remote.client import REFUSALS, Choice, Client, Failure
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 
-# How servers say that they withhold a reply, that it was cut at its token limit, and that they did
-# not finish it. Everything else is a turn's end.
+# How servers say that they withhold a reply, and that it was cut at its token limit. Anything else
+# is a turn's end.
 _WITHHELD = re.compile("(?i)filter|refusal|safety|prohibited|recitation|block|spii")
 _CUT = re.compile("(?i)length|max_tokens|max_output_tokens|exceeded")
-_BROKEN = re.compile("(?i)error|abort|cancel|failed|timeout|insufficient")
 # How servers say that they do not go on with a response that the request begins.
 _BEGUN = re.compile("assistant|continue_final_message|add_generation_prompt")
 HOPELESS = 20
@@ -206,8 +205,6 @@ class EndpointSampler:
         shown = self.client.shown(f"finish_reason {reason}")
         if _WITHHELD.search(reason):
             return "", SampleStop.REFUSED, shown
-        if _BROKEN.search(reason):
-            return "", SampleStop.FAILED, f"the server did not finish the reply ({shown})"
         is_cut = _CUT.search(reason)
         thought = message.reasoning_content or message.reasoning
         # Some servers also return text that the model wrote after the end of its turn.

@@ -49,11 +49,7 @@ REFUSED = {
     "400, context length": Reply(b"the context is too long", 400),
 }
 # The first command that asks leaves these questions out.
-FAILED = {
-    "redirect": Reply(status=307, headers=(("Location", "http://127.0.0.1:9/v1"),)),
-    "null content": says(None),
-    "not finished": says("I", "abort"),
-}
+FAILED = {"redirect": Reply(status=307, headers=(("Location", "http://127.0.0.1:9/v1"),))}
 FAULTS = {
     "429, Retry-After in seconds": Reply(b"busy", 429, (("Retry-After", "0.2"),)),
     "429, Retry-After as a date": Reply(b"busy", 429, (("Retry-After", _IN_A_SECOND),)),
@@ -67,6 +63,8 @@ FAULTS = {
     "slow drip": Reply(ANSWER.body, drip=_STALL / 20),
     "no reply": Reply(close=True, delay=_STALL),
     "closed without a reply": Reply(close=True),
+    "null content": says(None),
+    "not finished": says("I", "abort"),
     "no choices": Reply(b'{"choices": []}'),
     "invalid UTF-8": Reply(ANSWER.body.replace(b"B", b"\xff\xfe")),
     "half of a surrogate pair": says("\ud83d" + _ANSWER),
