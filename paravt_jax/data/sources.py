@@ -19,7 +19,7 @@ from huggingface_hub import constants, errors
 from tqdm import tqdm
 
 from paravt_jax.data.any_path import require_expanded
-from paravt_jax.data.archives import SUFFIXES, unpack
+from paravt_jax.data.archives import SUFFIX, unpack
 from paravt_jax.data.buckets import fetch_files
 from paravt_jax.data.foreign import shortened
 
@@ -42,7 +42,7 @@ MEDIA = (
     *(".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".ts", ".mpg"),
     *(".png", ".jpg", ".jpeg", ".webp", ".bmp"),
 )
-MEDIA_PATTERNS = tuple(f"*{suffix}" for suffix in (*SUFFIXES, *MEDIA))
+MEDIA_PATTERNS = tuple(f"*{suffix}" for suffix in (SUFFIX, *MEDIA))
 """Patterns of the names of media and of archives."""
 
 
@@ -94,7 +94,7 @@ def media_root(
     is_local = fetched == pathlib.Path(source)
     if is_local and any(path.suffix.lower() in MEDIA for path in fetched.rglob("*")):
         return fetched
-    files = (path for path in fetched.rglob("*") if path.name.lower().endswith(SUFFIXES))
+    files = (path for path in fetched.rglob("*") if path.name.lower().endswith(SUFFIX))
     archives = sorted(path.relative_to(fetched).as_posix() for path in files)
     if not archives:
         return fetched

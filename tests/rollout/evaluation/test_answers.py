@@ -1,4 +1,4 @@
-"""Answers as models write them over the seven splits, each with the reading of a person.
+"""Answers as models write them over the seven splits, and further forms, as a person reads them.
 
 `answers.jsonl` has one answer per line: its split and kind (`mcq`, `tvg`, `oe`), the options, the
 right answer, the last turn of a response, and what a person reads in it: a letter, a span in
@@ -119,17 +119,3 @@ def test_two_answers_that_name_different_options_do_not_earn_more_than_one():
         assert letter in (None, first["reading"], second["reading"])
         read += letter is not None
     assert read < len(pairs) / 20
-
-
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("The answer is C. There is not actually a dog.", "C"),
-        ("The answer is C (not actually B).", "C"),
-        ("The answer is C, because nobody actually shows a dog.", "C"),
-        ("C... actually, the answer is B.", "B"),
-        ("I thought C, but actually B.", "B"),
-    ],
-)
-def test_actually_retracts_only_where_a_clause_begins(text, letter):
-    assert chosen_option(text, ("two cats", "a dog", "joy")) == letter
