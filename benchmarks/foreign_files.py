@@ -55,7 +55,7 @@ from paravt_jax.data.published import open_table, read_table
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.protocol import ProtocolSettings
-from paravt_jax.method.records import QuestionKind
+from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.world.vocabulary import build_vocabulary
 
 SECONDS = 30.0
@@ -448,12 +448,13 @@ def write_seeds(folders: Folders, videos: pathlib.Path | None) -> dict[str, byte
 def _write_rows(folder: pathlib.Path) -> None:
     """Write a question of each kind, and a demonstration on a video and one on a picture."""
     folder.mkdir(parents=True, exist_ok=True)
-    answers = {"mcq": "A", "tvg": [0.5, 1.5], "oe": "noise"}
+    answers = {"mcq": "A", "tvg": "[0.5, 1.5]", "oe": "noise"}
     questions = [
-        question_record("own.mp4", "What is shown?\nA. noise\nB. a cat", QuestionKind(kind), answer)
+        Question(kind, "own.mp4", "What is shown?", QuestionKind(kind), answer, ("noise", "a cat"))
         for kind, answer in answers.items()
     ]
-    published_format.write_questions(folder / "paravt_rl_seeds.parquet", questions)
+    records = [question_record(question) for question in questions]
+    published_format.write_questions(folder / "paravt_rl_seeds.parquet", records)
     turn = f"{think('I look at two windows.')}{call('own.mp4', 0, 1)}\n{call('own.mp4', 1, 2)}"
     answer = say("assistant", conclude("It is noise.", "noise"))
     on_video = [

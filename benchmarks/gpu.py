@@ -54,8 +54,7 @@ from models.sharding import make_mesh
 from models.weights.hf_config import to_hf
 from paravt_extras.fit import GIB, fit, total_bytes
 from paravt_extras.rehearsal import cut, scene_vocabulary
-from paravt_extras.scenes.storyboard import SceneSettings
-from paravt_extras.scenes.write import ANNOTATIONS, MEDIA, write_scenes
+from paravt_extras.scenes import ANNOTATIONS, MEDIA, SceneSettings, write_scenes
 from paravt_extras.slices import found_devices
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.frame_reader import FrameReader
@@ -97,7 +96,7 @@ class Figure(NamedTuple):
 
 def write_sources(size: str, folder: pathlib.Path) -> None:
     """Draw scenes, and write a tokenizer with their words, unless they are there."""
-    videos, lines = (4, 320) if size == "tiny" else (32, 0)
+    videos, lines = (4, 320) if size == "tiny" else (32, 360)
     write_scenes(SceneSettings(videos=videos, heldout=1, lines=lines), folder / "scenes")
     run = paravt_2b_lora()
     vocabulary = scene_vocabulary(folder / "scenes", run.protocol.make_tools(), run.model.dialect)

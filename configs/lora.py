@@ -15,7 +15,7 @@ def paravt_2b_lora() -> Run:
 
     `python -m paravt_extras.scenes --out data/scenes` draws the data (docs/data.md). The
     demonstrations say what four frames show, so `data.frames` is 4. A step has 16 rows packed to
-    4,096 tokens in SFT, and 4 prompts x 8 rollouts in PARA-GRPO; a demonstration has at most 1,323
+    4,096 tokens in SFT, and 4 prompts x 8 rollouts in PARA-GRPO; a demonstration has about 1,000
     tokens.
 
     Limits of lengths are shorter than in `paravt_8b`, which keeps small what a step may need: 2,048

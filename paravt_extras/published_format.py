@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 
 from paravt_jax.method.protocol import render_call
-from paravt_jax.method.records import CropCall, QuestionKind
+from paravt_jax.method.records import CropCall, Question, QuestionKind
 
 _TEXT = pyarrow.string()
 _RL_ROWS = pyarrow.schema(
@@ -50,31 +50,23 @@ def _write(file: pathlib.Path, table: pyarrow.Table) -> None:
     os.replace(unfinished, file)
 
 
-def question_record(
-    video: str,
-    question: str,
-    kind: QuestionKind,
-    answer: Any,
-    evidence: tuple[float, float] | None = None,
-) -> dict[str, Any]:
-    """Return a record of a question.
-
-    Args:
-        video: Path of the video.
-        question: The question with its options.
-        kind: Its kind.
-        answer: The letter of an option, a text, or a list of two times in seconds.
-        evidence: When the video shows the answer, in seconds. Published records do not have this.
-    """
-    extra = {"answer": answer, "question_type": kind.value}
-    if evidence is not None:
-        extra["evidence"] = evidence
+def question_record(question: Question) -> dict[str, Any]:
+    """Return a record of a question. Published ones do not have the evidence."""
+    # Published spans are lists of two times.
+    span = question.kind is QuestionKind.TEMPORAL_GROUNDING
+    extra: dict[str, Any] = {
+        "answer": json.loads(question.answer) if span else question.answer,
+        "question_type": question.kind.value,
+    }
+    if question.evidence is not None:
+        extra["evidence"] = question.evidence
+    text = with_options(question.text, question.options)
     return {
         "prompt": [
             {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": f"<video>{question}"},
+            {"role": "user", "content": f"<video>{text}"},
         ],
-        "videos": [{"video": video}],
+        "videos": [{"video": question.video}],
         "extra_info": json.dumps(extra),
     }
 

@@ -23,8 +23,7 @@ from models.family import REHEARSAL, family
 from models.model import VisionLanguageModel
 from models.weights.hf import save
 from paravt_extras.fit import choose_mesh
-from paravt_extras.scenes.storyboard import SceneSettings
-from paravt_extras.scenes.write import ANNOTATIONS, MEDIA, write_scenes
+from paravt_extras.scenes import ANNOTATIONS, MEDIA, SceneSettings, write_scenes
 from paravt_extras.slices import found_devices
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.published import open_table, read_table

@@ -3,141 +3,119 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
+import pathlib
 import re
-from collections.abc import Callable
-from typing import Any
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
-import scipy.ndimage
+from PIL import ImageColor
 
-from paravt_extras.scenes import ask, demonstrate, film, sprites, storyboard
-from paravt_extras.scenes.storyboard import FPS, PLACES, Chapter, Moment, SceneVideo, Vehicle
-from paravt_jax.data import video
+from configs.paravt_8b import paravt_8b
+from paravt_extras import scenes
+from paravt_extras.scenes import FPS, Moment, SceneSettings, SceneVideo
+from paravt_jax.data import tokenizer_file, video
 from paravt_jax.data.frames import PixelRules, overview_indices, window_indices
+from paravt_jax.data.question_files import read_questions
 from paravt_jax.method.accuracy import accuracy, overlap, read_range
 from paravt_jax.method.records import Question, QuestionKind
+from train.prepare import prepare_set
+from train.settings import change
 
-SETTINGS = storyboard.SceneSettings(seed=5, videos=120, heldout=120)
-VIDEOS = storyboard.plan_videos(SETTINGS)
-ASKED = [(each, asked) for each in VIDEOS for asked in ask.questions(each, SETTINGS.seed)]
-OLDEST, LATEST = VIDEOS[0], VIDEOS[-1]
-
-
-def short_video(lines: int = 360, place: int = 0, count: int = 5) -> SceneVideo:
-    """Six seconds at one place, with a moment from second 2 to second 4."""
-    moment = Moment(2.0, 4.0, "OSLO", Vehicle("red", 47, "right"), count)
-    chapter = Chapter(PLACES[place], 0.0, 6.0, 3, (moment,))
-    return SceneVideo("train/0000", "train", lines, 6, 600, (chapter,))
+VIDEOS = scenes.plan_videos(SceneSettings(seed=5, videos=120, heldout=120))
+ASKED = [(each, *asked) for each in VIDEOS for asked in scenes.questions(each, 5)]
+FEW = SceneSettings(videos=4, heldout=1, lines=320)
+FLAGS = ("--videos=4", "--heldout=1", "--lines=320")
 
 
-def pictures(shown: SceneVideo) -> list[np.ndarray]:
-    drawn = film.Film(shown)
-    return [drawn.picture(n).astype(np.int16) for n in range(shown.frames)]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    """A folder that the command has written."""
+    folder = tmp_path_factory.mktemp("scenes") / "few"
+    assert scenes.main([f"--out={folder}", *FLAGS]) == 0
+    return folder
 
 
-def frames_showing(shown: SceneVideo, moment: Moment, budget: int) -> int:
-    """The number of frames of an overview that show the whole moment."""
-    times = overview_indices(shown.frames, budget) / FPS
-    return int(((times >= moment.start) & (times < moment.end)).sum())
+def shows(moment: Moment, times: np.ndarray) -> np.ndarray:
+    return (times >= moment.start) & (times < moment.end)
 
 
-# --- plans ---
-
-
-def test_a_video_does_not_depend_on_the_number_of_videos():
-    few = storyboard.plan_videos(dataclasses.replace(SETTINGS, videos=4, heldout=1))
-    assert few == (*VIDEOS[:4], VIDEOS[SETTINGS.videos])
-    assert storyboard.plan_video(dataclasses.replace(SETTINGS, seed=6), "train", 0) != OLDEST
-
-
-def test_no_moment_is_in_four_frames_and_every_moment_is_in_64():
+def test_no_moment_is_in_four_frames_and_crops_or_64_frames_show_all():
     for each in VIDEOS:
-        for moment in each.moments:
-            assert frames_showing(each, moment, 4) == 0
-            assert frames_showing(each, moment, 64) >= 1
-        # Not even a part of a vehicle is seen.
-        few = overview_indices(each.frames, 4) / FPS
-        visits = [moment.visit for moment in each.moments]
-        assert not any(start <= time < end for start, end in visits for time in few)
-
-
-def test_three_crops_of_sixteen_frames_show_every_moment():
-    for each in VIDEOS:
+        info = each.info
         windows = [(n * each.seconds / 3, (n + 1) * each.seconds / 3) for n in range(3)]
-        info = video.VideoInfo(
-            each.frames, each.seconds, np.arange(each.frames) / FPS, each.width, each.lines
-        )
-        seen = [info.times[window_indices(info, *window, 1.0, 16)] for window in windows]
+        crops = [info.times[window_indices(info, *window, 1.0, 16)] for window in windows]
         for moment in each.moments:
-            assert any(moment.start <= time < moment.end for time in np.concatenate(seen))
+            assert not shows(moment, overview_indices(info.frames, 4) / FPS).any()
+            assert shows(moment, overview_indices(info.frames, 64) / FPS).any()
+            assert shows(moment, np.concatenate(crops)).any()
 
 
-def test_nothing_is_shown_twice():
-    for each in VIDEOS:
-        words = [moment.word for moment in each.moments if moment.word]
-        vehicles = [moment.vehicle for moment in each.moments if moment.vehicle]
-        counts = [moment.animals for moment in each.moments if moment.animals]
-        colours = [vehicle.colour for vehicle in vehicles]
-        numbers = [vehicle.number for vehicle in vehicles]
-        for values in (words, colours, numbers, counts):
-            assert len(values) == 5 and len(set(values)) == 5
+def test_a_file_shows_each_card_from_its_first_to_its_last_frame(folder):
+    for each in scenes.plan_videos(FEW):
+        info = video.probe(folder / "media" / each.path)
+        assert (info.frames, info.duration, info.height) == (each.seconds * FPS, each.seconds, 320)
+        for moment in each.moments:
+            first, after = round(moment.start * FPS), round(moment.end * FPS)
+            numbers = [first - 1, first, after - 1, after]
+            frames = video.read(folder / "media" / each.path, numbers).astype(int)
+            cards = [(frame > 235).all(-1).mean() > 0.15 for frame in frames]
+            assert cards == [False, True, True, False]
+            # The shape has the colour that questions name.
+            near = np.abs(frames[1] - ImageColor.getrgb(moment.colour)).max(-1) < 40
+            assert near.mean() > 0.02
+            # A word is higher than a patch of the vision tower, at the pixels of the recipes.
+            word = np.flatnonzero(np.any(np.all(frames[1, 224:] < 80, -1), 1))
+            height, _ = PixelRules().size(info.height, info.width)
+            assert np.ptp(word) * height / info.height >= 16
 
 
-# --- pictures ---
+def expected(each: SceneVideo, question: Question) -> str:
+    """The right answer, read from the video by what the question names."""
+    shown = {moment.word: moment for moment in each.moments}
+    named = [shown[word] for word in re.findall(r"\b[A-Z]{4,}\b", question.text)]
+    if "end of the video" in question.text:
+        return each.chapters[-1][1]
+    if "first?" in question.text:
+        return min(question.options, key=lambda word: shown[word].start)
+    if not named:
+        (only,) = (m for m in each.moments if f" {m.colour} {m.shape} " in question.text)
+        return only.word
+    if "When" in question.text:
+        return f"[{named[0].start:g}, {named[0].end:g}]"
+    numbers = [moment.number for moment in named]
+    return str(sum(numbers)) if "sum" in question.text else ", then ".join(map(str, numbers))
 
 
-@pytest.mark.parametrize("place", range(len(PLACES)))
-@pytest.mark.parametrize("count", [2, 7])
-def test_animals_can_be_counted(place, count):
-    shown = short_video(place=place, count=count)
-    frames = pictures(shown)
-    changed = np.abs(frames[24] - frames[8]).max(-1) > 24
-    # Clouds, clock, board and vehicle are higher up.
-    below = changed[round(0.86 * shown.lines) :]
-    labelled: Any = scipy.ndimage.label(scipy.ndimage.binary_closing(below, iterations=2))
-    blobs, labels = labelled
-    sizes = scipy.ndimage.sum(below, blobs, range(1, labels + 1))
-    assert (np.asarray(sizes) > 100).sum() == count
+def test_the_video_shows_the_answer_and_no_other_option():
+    for each, question, moments in ASKED:
+        answer = question.answer
+        if question.options:
+            assert len(set(question.options)) == len(question.options)
+            answer = question.options["ABCDE".index(answer)]
+        assert answer == expected(each, question)
+        assert accuracy(question, question.answer) == 1
+        evidence = (moments[0].start, moments[0].end - 1 / FPS) if len(moments) == 1 else None
+        assert question.evidence == evidence
+    assert {len(moments) for _, _, moments in ASKED} == {0, 1, 2, 4}
+    assert {question.kind for _, question, _ in ASKED} == {*QuestionKind}
 
 
-def test_everything_comes_and_goes_when_the_moment_says():
-    shown = short_video()
-    frames = pictures(shown)
-    board = [frame[30:80, 40:560] for frame in frames]
-    middle = [frame[170:300] for frame in frames]
-    lit = [bool((part == (16, 40, 92)).all(-1).any()) for part in board]
-    assert lit == [2 <= n / FPS < 4 for n in range(48)]
-    visited = [bool(np.abs(part - middle[0]).max() > 60) for part in middle]
-    start, end = shown.moments[0].visit
-    assert visited == [start <= n / FPS < end for n in range(48)]
-
-
-@pytest.mark.parametrize("lines", [320, 720])
-def test_a_file_shows_what_was_drawn(tmp_path, lines):
-    shown = short_video(lines)
-    film.encode(shown, tmp_path / "a.mp4")
-    info = video.probe(tmp_path / "a.mp4")
-    assert (info.frames, info.duration, info.height) == (48, 6.0, lines)
-    decoded = video.read(tmp_path / "a.mp4", [0, 24, 47]).astype(int)
-    drawn = pictures(shown)
-    for n, frame in zip((0, 24, 47), decoded, strict=True):
-        assert np.abs(frame - drawn[n]).mean() < 3
-
-
-# --- questions ---
-
-
-def one(matches: list[Any]) -> Any:
-    (only,) = matches
-    return only
-
-
-def vehicle_of(moment: Moment) -> Vehicle:
-    assert moment.vehicle is not None
-    return moment.vehicle
+def test_no_letter_and_no_rank_is_right_more_often_than_others():
+    right = collections.defaultdict(collections.Counter)
+    for _, question, _ in ASKED:
+        if question.options:
+            family, place = question.id.split("/")[-1], "ABCDE".index(question.answer)
+            right[family, "letter"][place] += 1
+            right[family, "rank"][sorted(question.options).index(question.options[place])] += 1
+    for (family, feature), counts in right.items():
+        total, chance = counts.total(), 1 / (5 if family == "end" else 4)
+        spread = math.sqrt(total * chance * (1 - chance))
+        assert max(counts.values()) < total * chance + 3.5 * spread, (family, feature)
 
 
 def span_of(text: str) -> tuple[float, float]:
@@ -146,217 +124,77 @@ def span_of(text: str) -> tuple[float, float]:
     return span
 
 
-def shown_with(each: SceneVideo, word: str) -> Moment:
-    return one([moment for moment in each.moments if moment.word == word])
+def test_a_demonstration_answers_from_its_reports():
+    calls = collections.Counter()
+    for each in VIDEOS[3:120:4]:
+        asked = scenes.questions(each, 5)
+        for (question, moments), turns in zip(asked, scenes.demonstrations(each, 5), strict=True):
+            texts = [(turn["role"], turn["content"][-1]["text"]) for turn in turns]
+            reports = " ".join(text for role, text in texts if role == "tool")
+            calls[texts[2][1].count("<tool_call>")] += 1
+            for moment in moments:
+                assert f"number {moment.number} is above the word {moment.word}" in reports
+            (answer,) = re.findall("<answer>(.*)</answer>", texts[-1][1])
+            if question.kind is QuestionKind.TEMPORAL_GROUNDING:
+                assert overlap(span_of(answer), span_of(question.answer)) > 0.5
+            else:
+                assert answer == question.answer
+    assert set(calls) == {0, 1, 3} and calls[3] > calls.total() / 2
 
 
-def answers(each: SceneVideo, asked: ask.SceneQuestion) -> set[str] | tuple[float, float]:
-    """The right options or the span, read from the video by what the sentence names."""
-    text = asked.question.text
-    words = re.findall(r"\b[A-Z]{4,}\b", text)
-    colours = [colour for colour in storyboard.COLOURS if f" {colour} " in text]
-    vehicles = [moment for moment in each.moments if moment.vehicle]
-    if asked.family in ("word", "when vehicle"):
-        moment = one([m for m in vehicles if vehicle_of(m).colour == colours[0]])
-        return {moment.word} if asked.family == "word" else moment.visit
-    if asked.family == "when number":
-        return one([m.visit for m in vehicles if f" {vehicle_of(m).number} " in text])
-    named = [shown_with(each, word) for word in words]
-    if asked.family == "when word":
-        return named[0].start, named[0].end
-    if asked.family == "clock":
-        clocks = {
-            each.clock(named[0].start + n / FPS)
-            for n in range(200)
-            if named[0].start + n / FPS < named[0].end
-        }
-        return clocks & set(asked.question.options)
-    return {
-        "number": lambda: {str(vehicle_of(named[0]).number)},
-        "colour": lambda: {vehicle_of(named[0]).colour},
-        "count": lambda: {str(named[0].animals)},
-        "order": lambda: {min(named, key=lambda moment: moment.start).word},
-        "numbers": lambda: {", then ".join(str(vehicle_of(m).number) for m in named)},
-        "colours": lambda: {", then ".join(vehicle_of(m).colour for m in named)},
-        "sum": lambda: {str(sum(moment.animals for moment in named))},
-    }[asked.family]()
+def test_the_same_command_does_nothing_and_other_flags_are_refused(folder, capsys):
+    for split in scenes.SPLITS:
+        videos = [v for v in scenes.plan_videos(FEW) if v.split == split and not v.demonstrated]
+        asked = [question for v in videos for question, _ in scenes.questions(v, FEW.seed)]
+        assert read_questions(folder / f"{split}.jsonl", folder / "media") == (*asked,)
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*.*") if file.suffix}
+    for flag, message in (
+        ("--seed=0", ""),
+        ("--seed=2", "seed: 0 -> 2"),
+        ("--videos=2", "--videos: 2; give 4"),
+    ):
+        assert scenes.main([f"--out={folder}", *FLAGS, flag]) == bool(message)
+        assert message in capsys.readouterr().err
+    assert len(before) == 10 and all(f.stat().st_mtime_ns == t for f, t in before.items())
 
 
-def test_the_video_shows_the_answer_and_no_other_option():
-    seen = set()
-    for each, asked in ASKED:
-        question = asked.question
-        right = answers(each, asked)
-        if question.kind is QuestionKind.TEMPORAL_GROUNDING:
-            assert read_range(question.answer) == right
-        else:
-            options = dict(zip(ask.LETTERS, question.options, strict=False))
-            assert len(set(question.options)) == len(question.options)
-            assert {letter for letter, option in options.items() if option in right} == {
-                question.answer
-            }
-            assert accuracy(question, question.answer) == 1
-        seen.add((each.split, asked.family))
-    assert {family for split, family in seen if split == "heldout"} == set(ask.FAMILIES)
+@pytest.mark.slow
+def test_a_stopped_command_leaves_whole_videos_and_goes_on(tmp_path, folder):
+    # So many videos that a busy machine cannot draw all of them before the signals arrive.
+    arguments = [sys.executable, "-m", "paravt_extras.scenes", f"--out={tmp_path}", *FLAGS]
+    arguments += ["--videos=12"]
+    drawn: dict[pathlib.Path, int] = {}
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL)
+        while len([*tmp_path.rglob("*.mp4")]) <= len(drawn) and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(timeout=120) == code
+        drawn = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.mp4")}
+        assert 1 <= len(drawn) < 13 and not (tmp_path / "train.jsonl").exists()
+    subprocess.run(arguments, check=True)
+    assert all(file.stat().st_mtime_ns == changed for file, changed in drawn.items())
+    assert len([*tmp_path.rglob("*.mp4")]) == 13 and not [*tmp_path.rglob("*.tmp")]
+    # The bytes do not depend on stops and on the number of videos.
+    for file in folder.rglob("*.mp4"):
+        assert (tmp_path / file.relative_to(folder)).read_bytes() == file.read_bytes()
 
 
-def test_held_out_videos_are_asked_with_other_sentences_and_about_more():
-    def sentences(split: str) -> set[str]:
-        names = (
-            r"\b[A-Z]{4,}\b|\d+|\b(?:"
-            + "|".join(
-                [*storyboard.COLOURS, *(p.vehicle for p in PLACES), *(p.animals for p in PLACES)]
-            )
-            + r")\b"
-        )
-        return {re.sub(names, "X", a.question.text) for v, a in ASKED if v.split == split}
-
-    assert not sentences("train") & sentences("heldout")
-    families = {
-        split: {a.family for v, a in ASKED if v.split == split} for split in storyboard.SPLITS
+def test_the_recipes_prepare_every_row(folder, tmp_path, small_vocabulary):
+    """Questions and demonstrations as `paravt_8b` reads them, with four overview frames."""
+    tokenizer_file.save(small_vocabulary, tmp_path / "tokenizer")
+    fields = {
+        "model.path": str(tmp_path / "tokenizer"),
+        "data.annotations": str(folder / "annotations"),
+        "data.media": str(folder / "media"),
+        "data.frames": scenes.FRAMES,
     }
-    assert families["heldout"] - families["train"] == {"colour", "colours", "when number"}
-
-
-def rank(option: str, question: Question) -> int:
-    """The place of an option in order of its numbers, or else of its letters."""
-
-    def key(text: str) -> tuple:
-        return [int(n) for n in re.findall(r"\d+", text)], text
-
-    return sorted(question.options, key=key).index(option)
-
-
-Rule = Callable[[int, Question], Any]
-
-FEATURES: dict[str, Rule] = {
-    "letter": lambda n, question: n,
-    "text": lambda n, question: question.options[n],
-    "rank": lambda n, question: rank(question.options[n], question),
-    "length": lambda n, question: sorted(map(len, question.options)).index(
-        len(question.options[n])
-    ),
-    "named first": lambda n, question: question.text.find(question.options[n]),
-    "shared words": lambda n, question: sum(
-        word in other for word in question.options[n].split(", then ") for other in question.options
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def many() -> dict[str, list[Question]]:
-    """Some hundred questions of multiple choice of each family."""
-    matches: dict[str, list[Question]] = collections.defaultdict(list)
-    settings = storyboard.SceneSettings(seed=7, videos=4, heldout=500)
-    for each in storyboard.plan_videos(settings)[settings.videos :]:
-        for asked in ask.questions(each, settings.seed, count=len(ask.FAMILIES)):
-            if asked.question.options:
-                matches[asked.family].append(asked.question)
-    return matches
-
-
-def blind_accuracy(learned: list[Question], tested: list[Question], describe: Rule) -> float:
-    """How often a rule from `learned` is right, without the video, about `tested`."""
-    right: dict[Any, list[bool]] = collections.defaultdict(list)
-    for question in learned:
-        for n, letter in zip(range(len(question.options)), ask.LETTERS, strict=False):
-            right[describe(n, question)].append(letter == question.answer)
-    # Values that were hardly met count as chance.
-    chance = 1 / len(learned[0].options)
-    worth = {value: (sum(met) + 8 * chance) / (len(met) + 8) for value, met in right.items()}
-
-    def guess(question: Question) -> str:
-        values = [worth.get(describe(n, question), chance) for n in range(len(question.options))]
-        return ask.LETTERS[values.index(max(values))]
-
-    return float(np.mean([guess(question) == question.answer for question in tested]))
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_no_rule_about_the_options_beats_chance(feature, many):
-    assert len(many) == 9
-    for family, asked in many.items():
-        one, other = asked[::2], asked[1::2]
-        rule = FEATURES[feature]
-        accuracy = (blind_accuracy(one, other, rule) + blind_accuracy(other, one, rule)) / 2
-        chance = 1 / len(asked[0].options)
-        spread = math.sqrt(chance * (1 - chance) / len(asked))
-        assert accuracy < chance + 3.5 * spread, family
-
-
-def test_a_constant_span_grounds_nothing():
-    spans = [
-        span_of(asked.question.answer)
-        for _, asked in ASKED
-        if asked.question.kind is QuestionKind.TEMPORAL_GROUNDING
-    ]
-    best = max(
-        np.mean([overlap((start, start + length), span) for span in spans])
-        for start in range(0, 240, 10)
-        for length in (5, 10, 20, 40, 80)
-    )
-    assert len(spans) > 200 and best < 0.05
-
-
-def test_evaluations_take_the_same_frames_for_showing_the_answer():
-    for each, asked in ASKED[::10]:
-        evidence = asked.question.evidence
-        assert (evidence is None) == (len(asked.moments) == 2)
-        if evidence is None:
-            continue
-        first, last = evidence
-        for budget in (4, 8, 16, 32, 64):
-            times = overview_indices(each.frames, budget) / FPS
-            shown = any(first <= time <= last for time in times)
-            assert shown == (frames_showing(each, asked.moments[0], budget) > 0)
-
-
-def test_what_is_to_be_read_is_large_enough_at_the_pixels_of_the_recipes():
-    heights = (sprites.WORD_HEIGHT, sprites.NUMBER_HEIGHT, sprites.TIME_HEIGHT)
-    for lines in (320, 360, 720):
-        shown = short_video(lines)
-        height, _ = PixelRules().size(shown.lines, shown.width)
-        # A patch of the vision tower has 16 pixels.
-        assert height * min(*heights, sprites.ANIMAL_HEIGHT, sprites.VEHICLE_HEIGHT) >= 16
-
-
-# --- demonstrations ---
-
-
-DEMONSTRATED = [
-    (each, conversation)
-    for each in VIDEOS
-    if each.demonstrated
-    for conversation in demonstrate.demonstrations(each, SETTINGS.seed)
-]
-
-
-def texts(conversation: list, role: str) -> list[str]:
-    return [m["content"][-1]["text"] for m in conversation if m["role"] == role]
-
-
-def test_most_demonstrations_look_and_some_guess_or_see_it_at_once():
-    calls = collections.Counter(
-        text.count("<tool_call>")
-        for _, conversation in DEMONSTRATED
-        for text in texts(conversation, "assistant")[:1]
-    )
-    assert set(calls) == {0, 1, 2, 3}
-    assert 0.5 < 1 - calls[0] / calls.total() < 0.7
-    thoughts = [texts(conversation, "assistant")[0] for _, conversation in DEMONSTRATED]
-    assert sum("I can only guess" in thought for thought in thoughts) > 20
-    assert sum("answers the question" in thought for thought in thoughts) > 20
-
-
-def test_a_demonstration_that_looked_answers_from_its_last_reports():
-    hits = []
-    for _, conversation in DEMONSTRATED:
-        if not texts(conversation, "tool"):
-            continue
-        thought, answer = texts(conversation, "assistant")[-1].split("</think>")
-        assert answer.strip().startswith("<answer>")
-        reports = " ".join(texts(conversation, "tool"))
-        for word in re.findall(r"\b[A-Z]{4,}\b", thought.split("So it is")[0]):
-            assert word in reports
-        hits.append(thought)
-    assert len(hits) > 100
+    run = change(paravt_8b(), "scenes", fields)
+    assert run.data is not None
+    prepared = prepare_set(run, run.data, tmp_path / "set")
+    assert (len(prepared.questions), len(prepared.conversations)) == (21, 7)
+    for conversation in prepared.conversations:
+        (clip,) = conversation.clips
+        # The thought names the times that the prompt shows.
+        thought = str(conversation.turns[1].content[0])
+        assert len(clip.times) == 4 and all(f" {time:.1f} (" in thought for time in clip.times)
