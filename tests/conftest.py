@@ -76,6 +76,7 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world import videos as world
 from paravt_jax.world.vocabulary import world_vocabulary
 from tests import processes
+from tests.browser import browser  # noqa: F401 (a fixture)
 from tests.noisy_model import noisy_model
 
 # The first example of a property compiles, so its time says nothing about the property.
