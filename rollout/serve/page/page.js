@@ -343,7 +343,9 @@ const EVENTS = {
 function take(question, { choices, paravt, usage, error }) {
   if (error) throw new Error(error.message);
   const { reasoning_content: thought, content } = choices?.[0]?.delta ?? {};
-  if (thought) turnOf(question, question.turn).thought.append(thought);
+  const place = thought && turnOf(question, question.turn).thought;
+  // The server parts the thoughts of turns by empty lines. Here, each has a place of its own.
+  if (thought) place.append(place.textContent ? thought : thought.trimStart());
   if (content && !question.ending) question.part("answer").append(content);
   if (paravt) EVENTS[paravt.event]?.(question, paravt);
   if (usage) question.tokens = usage.total_tokens;

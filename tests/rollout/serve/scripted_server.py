@@ -34,7 +34,7 @@ def _script(options: list[str]) -> Iterator[dict[str, Any]]:
     times = [0.25 * n for n in range(16)]
     yield {"paravt": {"event": "queued", "place": 2}}
     yield {"paravt": {"event": "overview", "times": times, "duration": 4.0}}
-    yield {"choices": [{"delta": {"reasoning_content": "The last digit is near the end."}}]}
+    yield {"choices": [{"delta": {"reasoning_content": "\n\nThe last digit is near the end."}}]}
     yield from ({"paravt": {**call, "event": "call"}} for call in CALLS)
     yield from ({"paravt": {**call, "event": "report.delta", "text": "Well"}} for call in CALLS)
     yield {}

@@ -103,6 +103,7 @@ def test_crops_light_up_side_by_side(browser, server, clip) -> None:
         expect(page.locator(".bar[data-state=looking]")).to_have_count(3)
         expect(page.locator(".report p")).to_have_text(["Well"] * 3)
         expect(page.locator(".lane i")).to_have_count(16)
+        assert page.locator(".thought").inner_text() == "The last digit is near the end."
         lane = page.locator(".lane").last.evaluate(BOX)
         boxes = [bar.evaluate(BOX) for bar in bars.all()]
         for (start, end), box in zip(WINDOWS, boxes, strict=True):
