@@ -211,13 +211,10 @@ class Assistant:
         return episode_page(Path(), self.record(episode, settings))
 
     def record(self, episode: Answer, settings: EpisodeSettings) -> dict[str, Any]:
-        """Return the episode as JSON values: its transcript, the chosen option, and the text of
-        each turn."""
+        """Return the episode as JSON values: its transcript and the chosen option."""
         rewards = combine(episode.turns, 0.0, RewardSettings())
         record = transcript(episode, rewards, settings, self.environment.protocol.vocabulary)
         del record["rewards"]  # meaningless, because the right answer is unknown
-        for turn, shown in zip(episode.turns, record["turns"], strict=True):
-            shown["text"] = turn.text
         return record | {"option": episode.option}
 
     def _engine(self, video: str, frames: int) -> Engine:
@@ -358,6 +355,8 @@ def _answer(asked: AskSettings) -> int:
     if asked.json:
         record["seconds"] = time.monotonic() - begun
         record["tokens"] = sum(len(turn.pop("tokens")) for turn in record["turns"])
+        for call in (call for turn in record["turns"] for call in turn["calls"]):
+            call.pop("report", None)
         text = json.dumps(record)
     print(text, flush=True)
     if asked.html:

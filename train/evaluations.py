@@ -25,7 +25,7 @@ from train.durable.saver import Home
 from train.rl import Trained
 from train.settings import Run
 
-_TRANSCRIPTS = 8  # per setting, for the report
+_TRANSCRIPTS = 8  # per setting, to look at
 
 
 class _Evaluation(NamedTuple):
@@ -142,10 +142,10 @@ class Evaluator:
             )
             played = self._play(actor, setting)
             content["rows"].append(summarise_setting(setting, played))
-            # The report shows only episodes with parallel dispatch, before and after RL.
-            if setting.dispatch == "parallel" and evaluation.name in ("before", "after"):
+            if setting.dispatch == "parallel":
+                phase = evaluation.name.partition("-")[0]
                 content["episodes"] += [
-                    {"phase": evaluation.name, "step": 0}
+                    {"phase": phase, "step": 0 if phase == "before" else evaluation.step}
                     | transcript(each.episode, each.rewards, setting, self.data.vocabulary)
                     for each in played[:_TRANSCRIPTS]
                 ]

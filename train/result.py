@@ -123,10 +123,10 @@ def write_result(folder: pathlib.Path, name: str, seed: int, videos: pathlib.Pat
     """
     if videos.is_relative_to(folder):
         videos = videos.relative_to(folder)
-    # before-K.json and after-K.json hold one K each, rl-STEP.json one step.
+    # before-K.json, curve-STEP-K.json and after-K.json hold one K each, rl-STEP.json one step.
     episodes = [
         episode | {"video": str(videos / episode["video"])}
-        for phase in ("before", "rl", "after")
+        for phase in ("before", "curve", "rl", "after")
         for content in _contents(folder, phase)
         for episode in content["episodes"]
     ]
@@ -151,5 +151,5 @@ def _checks(steps: list[Record]) -> Record:
 def _contents(folder: pathlib.Path, name: str) -> list[Record]:
     """Return the contents of an evaluation's files NAME-NUMBER.json, by number."""
     paths = (folder / "evaluation").glob(f"{name}-*.json")
-    files = sorted(paths, key=lambda file: int(file.stem.split("-")[1]))
+    files = sorted(paths, key=lambda file: [int(part) for part in file.stem.split("-")[1:]])
     return [read_evaluation_file(file) for file in files]

@@ -302,6 +302,8 @@ def _stages(root: pathlib.Path, episodes: list[Record]) -> list[tuple[str, list[
     for stage, members in known.items():
         count = min(len(members), EPISODES // len(known))
         chosen = [members[n * len(members) // count] for n in range(count)]
-        cards = [episode_card(root, e, n < OPEN_PER_STAGE) for n, e in enumerate(chosen)]
+        cards = [
+            episode_card(root / e["video"], e, n < OPEN_PER_STAGE) for n, e in enumerate(chosen)
+        ]
         stages.append((STAGES[stage], cards))
     return stages

@@ -89,6 +89,8 @@ class Rewards:
     paper's f is the mean of `published_format` instead."""
     capped: bool = False
     """Whether the cap changed R_fmt."""
+    uncounted: tuple[str, ...] = ()
+    """Names of the rewards whose weight in R is 0."""
 
 
 def _closes_think(text: str) -> bool:
@@ -241,6 +243,11 @@ def combine(
     tool_turns = sum(turn.executed_calls > 0 for turn in turns)
     discount = max(0.0, 1.0 - settings.tool_turn_cost * tool_turns)
     total = r_acc * discount + settings.format_weight * r_fmt + settings.tool_weight * r_tool
+    weights = {
+        "format": settings.format_weight,
+        "anchor": settings.format_weight * anchor_weight,
+        "tool": settings.tool_weight,
+    }
     return Rewards(
         accuracy=r_acc,
         format=r_fmt,
@@ -249,6 +256,7 @@ def combine(
         total=total,
         compliant=format_compliant(turns),
         capped=r_fmt != uncapped,
+        uncounted=tuple(name for name, weight in weights.items() if not weight),
     )
 
 

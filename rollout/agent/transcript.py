@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from paravt_jax.method.records import Author, CallOutcome, CropCall, Episode, ToolCall
+from paravt_jax.method.records import (
+    Author,
+    CallOutcome,
+    CropCall,
+    Episode,
+    Segment,
+    ToolCall,
+    Turn,
+)
 from paravt_jax.method.rewards import Rewards
 from paravt_jax.method.structure import Kind, find_structure
 from paravt_jax.method.tokenizer import Vocabulary
@@ -54,7 +62,9 @@ def transcript(
         "turns": _turns(episode, vocabulary, credit),
         "answer": episode.answer,
         "stop": str(episode.stop),
-        "rewards": {name: getattr(rewards, name) for name in _REWARDS},
+        "rewards": {
+            name: getattr(rewards, name) for name in _REWARDS if name not in rewards.uncounted
+        },
         "compliant": rewards.compliant,
     }
 
@@ -67,7 +77,7 @@ def overview_times(episode: Episode) -> list[float]:
 def _turns(
     episode: Episode, vocabulary: Vocabulary, credit: Float[np.ndarray, " t"] | None
 ) -> list[dict[str, Any]]:
-    """Return each turn's tokens and calls."""
+    """Return each turn's text, tokens and calls."""
     trajectory = episode.trajectory
     positions, kinds = find_structure(vocabulary.token_bytes, trajectory.ids, trajectory.authors)
     kind_at = dict(zip(positions.tolist(), kinds.tolist(), strict=True))
@@ -79,27 +89,27 @@ def _turns(
     for segment in trajectory.segments:
         # A turn is a pinned opening, if there is one, and the MODEL segment after it.
         written = segment.author in (Author.PINNED, Author.MODEL)
+        logprobs = _logprobs(segment)
         for n, id in enumerate(segment.ids if written else ()):
             token: dict[str, Any] = {
+                "id": int(id),
                 "text": vocabulary.decode([int(id)]),
                 "author": segment.author.name.lower(),
                 "kind": None,
                 "credit": None,
-                "logprob": None,
+                "logprob": logprobs[n],
             }
             if position + n in kind_at:
                 token["kind"] = Kind(kind_at[position + n]).name.lower().replace("_", "-")
                 if credit is not None:
                     token["credit"] = float(credit[position + n - credit_offset])
-            # Remote samplers report NaN.
-            if segment.logprobs is not None and math.isfinite(segment.logprobs[n]):
-                token["logprob"] = float(segment.logprobs[n])
             tokens.append(token)
         position += len(segment.ids)
         if segment.author is Author.MODEL:
             number = len(turns)
-            calls = episode.turns[number].calls if number < len(episode.turns) else ()
-            turns.append({"tokens": tokens, "calls": [_call(call) for call in calls]})
+            turn = episode.turns[number] if number < len(episode.turns) else Turn("")
+            calls = [_call(call) for call in turn.calls]
+            turns.append({"text": turn.text, "tokens": tokens, "calls": calls})
             tokens = []
     return turns
 
@@ -112,6 +122,10 @@ def _call(outcome: CallOutcome) -> dict[str, Any]:
         record = {"tool": call.tool, "arguments": call.arguments}
     window = call if isinstance(call, CropCall) else None
     frames = outcome.subagent.frames if outcome.subagent else ()
+    sampled = outcome.subagent.segments[1:] if outcome.subagent else ()
+    if sampled:
+        ids, logprobs = sampled[0].ids.tolist(), _logprobs(sampled[0])
+        record["report"] = {"ids": ids, "logprobs": logprobs}
     return record | {
         "start": window.start if window else None,
         "end": window.end if window else None,
@@ -119,3 +133,11 @@ def _call(outcome: CallOutcome) -> dict[str, Any]:
         "times": [frame.time for frame in frames],
         "response": outcome.response,
     }
+
+
+def _logprobs(segment: Segment) -> list[float | None]:
+    """Return the log-prob of each token; None where it is unknown."""
+    if segment.logprobs is None:
+        return [None] * len(segment.ids)
+    # Remote samplers report NaN.
+    return [value if math.isfinite(value) else None for value in segment.logprobs.tolist()]

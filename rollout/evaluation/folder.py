@@ -128,19 +128,40 @@ def read_lines(folder: pathlib.Path) -> Iterator[Line]:
         FolderError: a whole line is damaged. The message names the file and the line.
     """
     for file in sorted(folder.glob("questions*.jsonl")):
-        with file.open("rb") as stream:
-            for number, text in enumerate(stream, 1):
-                if not text.endswith(b"\n"):  # another process is still writing it
-                    continue
-                try:
-                    line = json.loads(text)
-                    _ = line["content"]
-                except (ValueError, LookupError, TypeError) as error:
-                    raise FolderError(
-                        f"{file}, line {number}: is damaged, or of an older version; delete the "
-                        "line to ask that question again, or give another folder"
-                    ) from error
-                yield {name: value for name, value in line.items() if name not in _LONG_FIELDS}
+        for _, line, _ in read_heads(file, "content"):
+            yield line
+
+
+def read_heads(file: pathlib.Path, field: str) -> Iterator[tuple[int, Line, bytes]]:
+    """Read a file of lines, which may be many and long, without transcripts.
+
+    Yields:
+        The offset of each line in bytes, the line without its transcript, and the turns of that,
+        which are not parsed.
+
+    Raises:
+        FolderError: a whole line is damaged or has no `field`. The message names the file and the
+            line.
+    """
+    offset = 0
+    with file.open("rb") as stream:
+        for number, text in enumerate(stream, 1):
+            if not text.endswith(b"\n"):  # another process is still writing it
+                continue
+            # No text in a line holds these bytes: there, a quote stands behind a backslash.
+            start, end = text.find(b'"turns": ['), text.rfind(b'], "answer": ')
+            cut = 0 <= start < end
+            try:
+                line = json.loads(text[:start] + text[end + 3 :] if cut else text)
+                _ = line[field]
+            except (ValueError, LookupError, TypeError) as error:
+                raise FolderError(
+                    f"{file}, line {number}: is damaged, or of an older version; delete the "
+                    "line to ask that question again, or give another folder"
+                ) from error
+            kept = {name: value for name, value in line.items() if name not in _LONG_FIELDS}
+            yield offset, kept, text[start:end] if cut else b""
+            offset += len(text)
 
 
 def latest(lines: Iterable[Line]) -> dict[str, Line]:

@@ -7,6 +7,7 @@ lays it out. If the video cannot be read, the card says so.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import io
 import itertools
@@ -38,20 +39,22 @@ _SMALLEST_BAR = 0.6  # per cent of the time axis; narrower bars would be invisib
 def episode_page(run_dir: pathlib.Path, episode: dict[str, Any]) -> str:
     """Render a page with the answer, the moments that support it, and a card, see
     `episode_card`."""
-    card = episode_card(run_dir, episode, unfolded=True)
-    moments = _moments(run_dir / episode["video"], card)
+    video = run_dir / episode["video"]
+    card = episode_card(video, episode, unfolded=True)
+    moments = _moments(video, card)
     return environment().get_template("episode.html.jinja").render(card=card, moments=moments)
 
 
-def episode_card(run_dir: pathlib.Path, episode: dict[str, Any], unfolded: bool) -> dict[str, Any]:
+def episode_card(
+    video: pathlib.Path | None, episode: dict[str, Any], unfolded: bool
+) -> dict[str, Any]:
     """Collect the values that the template needs for one episode.
 
     Args:
-        run_dir: the folder that the episode's `video` is relative to.
+        video: the video's file; None if no picture of it may be shown.
         episode: a line of episodes.jsonl.
         unfolded: whether the card is open when the page loads.
     """
-    path = run_dir / episode["video"]
     turns = episode["turns"]
     calls = [call for turn in turns for call in turn["calls"]]
     tokens = [token for turn in turns for token in turn["tokens"]]
@@ -63,13 +66,13 @@ def episode_card(run_dir: pathlib.Path, episode: dict[str, Any], unfolded: bool)
         "facts": _facts(episode, len(turns), calls),
         "ended": episode["stop"].replace("_", " "),
         "rewards": episode.get("rewards", {}),
-        "overview": _frames(path, episode["overview"]),
-        "timeline": _timeline(_duration(path, episode["overview"]), calls, episode),
+        "overview": _frames(video, episode["overview"]),
+        "timeline": _timeline(_duration(video, episode["overview"]), calls, episode),
         "options": _options(episode["question"], episode["answer"]),
         "turns": [
             {
                 "tokens": [_token(token, strongest) for token in turn["tokens"]],
-                "calls": [_call(path, next(call_numbers), call) for call in turn["calls"]],
+                "calls": [_call(video, next(call_numbers), call) for call in turn["calls"]],
             }
             for turn in turns
         ],
@@ -102,7 +105,7 @@ def _moments(path: pathlib.Path, card: dict[str, Any]) -> list[dict[str, Any]]:
 def _facts(episode: dict[str, Any], turns: int, calls: list[dict[str, Any]]) -> list[str]:
     """Return the short facts in the card's first line."""
     facts = []
-    if episode.get("phase") == "rl":
+    if episode.get("step"):
         facts.append(f"step {episode['step']}")
     facts.append(f"K = {episode['k']}")
     facts.append(episode["dispatch"])
@@ -156,7 +159,7 @@ def _token(token: dict[str, Any], strongest: float) -> dict[str, Any]:
     return {"text": token["text"], "classes": classes, "notes": notes, "shade": shade}
 
 
-def _call(path: pathlib.Path, index: int, call: dict[str, Any]) -> dict[str, Any]:
+def _call(video: pathlib.Path | None, index: int, call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with its request, outcome, frames and response.
 
     Transcripts give tool and arguments for every tool except crop_video, which has a window.
@@ -167,7 +170,7 @@ def _call(path: pathlib.Path, index: int, call: dict[str, Any]) -> dict[str, Any
         "asked": ", ".join(map(str, call.get("arguments", {}).values())),
         "index": index,
         "done": call["status"] in EXECUTED,
-        "frames": _frames(path, call["times"]),
+        "frames": _frames(video, call["times"]),
     }
 
 
@@ -213,29 +216,32 @@ def _bar(
     }
 
 
-def _duration(path: pathlib.Path, overview: Sequence[float]) -> float:
+def _duration(video: pathlib.Path | None, overview: Sequence[float]) -> float:
     """Return the length of the time axis in seconds. A video that is not read ends at its last
     frame."""
-    try:
-        return max(_probe(path).duration, 1.0)
-    except VideoError:
-        return max([*overview, 1.0])
+    with contextlib.suppress(VideoError):
+        if video is not None:
+            return max(_probe(video).duration, 1.0)
+    return max([*overview, 1.0])
 
 
-def _frames(path: pathlib.Path, times: Sequence[float]) -> dict[str, Any]:
+def _frames(video: pathlib.Path | None, times: Sequence[float]) -> dict[str, Any]:
     """Return the pictures at `times`, or the reason why they cannot be shown.
 
     The page may be published, so it shows the name of the file without its folders.
     """
-    frames = {"file": path.name, "times": times, "pictures": (), "unreadable": None}
+    frames = {"file": "the video", "times": times, "pictures": (), "unreadable": None}
+    if video is None:
+        return frames | {"unreadable": "it is in none of the named folders"}
+    frames["file"] = video.name
     if not times:
         return frames
     try:
-        frame_times = _probe(path).times
+        frame_times = _probe(video).times
         indices = tuple(int(np.abs(frame_times - time).argmin()) for time in times)
-        return frames | {"pictures": _pictures(path, indices)}
+        return frames | {"pictures": _pictures(video, indices)}
     except VideoError as error:
-        return frames | {"unreadable": error.reason.replace(str(path), path.name)}
+        return frames | {"unreadable": error.reason.replace(str(video), video.name)}
 
 
 # One process for all pages that this one makes. It ends with this one.

@@ -136,7 +136,7 @@ def test_metrics_have_a_line_for_every_step(finished, small):
 def test_episodes_are_kept_and_shown_in_the_report(finished):
     episodes = lines_of(finished / "episodes.jsonl")
     phases = [phase for phase, _ in itertools.groupby(episode["phase"] for episode in episodes)]
-    assert phases == ["before", "rl", "after"]
+    assert phases == ["before", "curve", "rl", "after"]
     for episode in episodes:
         assert (finished / episode["video"]).is_file()
         assert episode["turns"]

@@ -1,0 +1,202 @@
+"""Opens a page over all episodes: `python -m rollout.view RUN|EVALUATION [OTHER]`.
+
+The page filters and sorts them, shows the same question over the steps of a run and in two runs
+side by side, and writes a selection as one page or as ATIF.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any
+
+import tyro
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from paravt_jax.data.any_path import require_local
+from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
+from rollout.report.episode_card import episode_card
+from rollout.report.templates import environment
+from rollout.serve.guard import Guard
+from rollout.view.atif import trajectory
+from rollout.view.index import Folder, Record, Row
+
+_HERE = pathlib.Path(__file__).parent
+_MOST_CARDS = 200
+"""Episodes on a static page. Each may have a hundred pictures."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Options of `python -m rollout.view`."""
+
+    folder: Annotated[str, tyro.conf.Positional]
+    """Folder of a run, of an evaluation, or of several evaluations (evaluations/MODEL)."""
+    other: Annotated[str, tyro.conf.Positional] = ""
+    """Another one, to compare with it."""
+    videos: tuple[str, ...] = ()
+    """Folders with the videos, if they are elsewhere. No file outside of all these is read."""
+    atif: str = ""
+    """File to write all episodes to, as ATIF, one per line. No page is opened."""
+    host: str = "127.0.0.1"
+    """Name or address to listen at. Everybody who reaches it sees the episodes."""
+    port: int = 8765
+    """Port to listen at; 0 takes a free one."""
+
+
+class Viewer:
+    """The episodes of one or two folders, as a page.
+
+    Args:
+        folders: The folders, each with another name.
+        videos: Folders with videos, beside these.
+    """
+
+    def __init__(self, folders: Iterable[Folder], videos: Iterable[str] = ()):
+        self._folders = {folder.name: folder for folder in folders}
+        self._roots = [folder.root for folder in self._folders.values()]
+        self._roots += [pathlib.Path(video).resolve() for video in videos]
+
+    def app(self, hosts: Sequence[str] = ()) -> ASGIApp:
+        """Return the page as an application. `hosts` are its names, beside those of loopback."""
+        routes = [
+            Route("/", self._page),
+            Route("/{name}", self._file),
+            Route("/data/rows", self._rows),
+            Route("/data/episode", self._episode),
+            Route("/data/selection.html", self._selection, methods=["POST"]),
+            Route("/data/selection.atif.jsonl", self._selection, methods=["POST"]),
+        ]
+        return Guard(Starlette(routes=routes, exception_handlers={KeyError: _missing}), hosts)
+
+    def rows(self) -> list[Row]:
+        """Return the rows of all episodes."""
+        return [row for folder in self._folders.values() for row in folder.rows()]
+
+    def atif(self, keys: Iterable[str]) -> Iterator[str]:
+        """Yield episodes as lines of ATIF."""
+        for key in keys:
+            yield json.dumps(trajectory(self._record(key), key), ensure_ascii=False) + "\n"
+
+    def _page(self, request: Request) -> Response:
+        template = environment(_HERE).get_template("view.html.jinja")
+        return HTMLResponse(template.render(names=[*self._folders], most=_MOST_CARDS))
+
+    def _file(self, request: Request) -> Response:
+        """Send the script or the style sheet of the page."""
+        files = {name: _HERE / name for name in ("view.js", "view.css")}
+        return FileResponse(
+            files[request.path_params["name"]], headers={"cache-control": "no-cache"}
+        )
+
+    def _rows(self, request: Request) -> Response:
+        return JSONResponse({"columns": Row._fields, "rows": self.rows()})
+
+    def _episode(self, request: Request) -> Response:
+        card = self._card(request.query_params["key"], unfolded=True)
+        template = environment(_HERE).get_template("episode_card.html.jinja")
+        return HTMLResponse(template.render(card=card))
+
+    async def _selection(self, request: Request) -> Response:
+        """Send the chosen episodes as a file."""
+        keys = str((await request.form())["keys"]).splitlines()
+        headers = {"content-disposition": "attachment"}
+        if request.url.path.endswith(".jsonl"):
+            return StreamingResponse(self.atif(keys), headers=headers)
+        return HTMLResponse(await run_in_threadpool(self.static_page, keys), headers=headers)
+
+    def static_page(self, keys: Sequence[str]) -> str:
+        """Return one page with episodes, which loads nothing; with more than 200, the first."""
+        cards = [self._card(key, unfolded=len(keys) == 1) for key in keys[:_MOST_CARDS]]
+        template = environment(_HERE).get_template("selection.html.jinja")
+        return template.render(names=[*self._folders], cards=cards, left_out=len(keys) - len(cards))
+
+    def _record(self, key: str) -> Record:
+        return self._folders[key.partition("/")[0]].record(key)
+
+    def _card(self, key: str, unfolded: bool) -> dict[str, Any]:
+        record = self._record(key)
+        card = episode_card(self._video(record), record, unfolded)
+        where = [key.partition("/")[0]] if len(self._folders) > 1 else []
+        where += [record["phase"]] if "phase" in record else []
+        return card | {"facts": where + card["facts"]}
+
+    def _video(self, record: Record) -> pathlib.Path | None:
+        """Find the video of an episode in the named folders; None if it is in none of them."""
+        name = record.get("file", record["video"])
+        # A run that goes on names its videos as they are in their own folder.
+        for path in (root / folder / name for root in self._roots for folder in ("", "videos")):
+            file = path.resolve()
+            if file.is_file() and any(file.is_relative_to(root) for root in self._roots):
+                return file
+        return None
+
+
+def _missing(request: Request, error: Exception) -> Response:
+    return PlainTextResponse(f"There is no {error}; load the page again.", status_code=404)
+
+
+def open_folders(settings: Settings) -> Viewer:
+    """Find the episodes of the named folders.
+
+    Raises:
+        FolderError, DamagedFileError: A folder has none, or a file is damaged.
+        FileNotFoundError: A folder of videos does not exist.
+    """
+    folders: list[Folder] = []
+    for flag, path in (("folder", settings.folder), ("other", settings.other)):
+        require_local(flag, path)
+        if path:
+            name = pathlib.Path(path).resolve().name
+            same = any(folder.name == name for folder in folders)
+            folders.append(Folder(path, f"{name} (2)" if same else name))
+    for path in settings.videos:
+        if not pathlib.Path(path).is_dir():
+            raise FileNotFoundError(
+                f"--videos {path}: no such folder; name one that has the videos"
+            )
+    return Viewer(folders, settings.videos)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code. A user's mistake prints one line."""
+    settings = tyro.cli(Settings, args=argv, prog="python -m rollout.view", description=__doc__)
+    try:
+        viewer = open_folders(settings)
+        if settings.atif:
+            with open(settings.atif, "w", encoding="utf-8") as file:
+                file.writelines(viewer.atif(row.key for row in viewer.rows()))
+            return 0
+    except USER_ERRORS as error:
+        print(error, file=sys.stderr)
+        return exit_code(error)
+    config = uvicorn.Config(
+        viewer.app([settings.host]), settings.host, settings.port, log_level="warning"
+    )
+    # It ends the command with one line if the address is in use.
+    socket = config.bind_socket()
+    print(f"http://{settings.host}:{socket.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run([socket])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
