@@ -1,5 +1,6 @@
 """R_acc of multiple choice, temporal grounding and open-ended answers (REFERENCE 3 and 4, 12)."""
 
+import re
 import time
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from paravt_jax.method import accuracy as module
 from paravt_jax.method.accuracy import (
+    NAMED,
     accuracy,
     choice_accuracy,
     chosen_option,
@@ -46,17 +48,14 @@ def test_chosen_option(text, letter):
 FRUIT = ("Apples", "Bananas and pears", "Cherries", "A red dog")
 
 
-@pytest.mark.parametrize("table", ["REWRITTEN", "NAMED", "MENTIONED", "WEAK", "TIMES"])
-def test_every_line_of_a_table_is_needed_for_its_example(table, monkeypatch):
-    def read(text: str) -> str | tuple[float, float] | None:
-        return read_range(text) if table == "TIMES" else chosen_option(text, FRUIT)
-
-    lines = getattr(module, table)
-    for number, line in enumerate(lines):
-        assert read(line.example) == line.read, line
-        monkeypatch.setattr(module, table, lines[:number] + lines[number + 1 :])
-        assert read(line.example) != line.read, line
-        monkeypatch.setattr(module, table, lines)
+def test_every_way_of_naming_options_is_needed_for_its_example(monkeypatch):
+    for line in NAMED:
+        assert chosen_option(line.example, FRUIT) == "B", line
+        never = line._replace(pattern=re.compile("(?!)"))
+        lines = [never if other is line else other for other in NAMED]
+        monkeypatch.setattr(module, "NAMED", lines)
+        assert chosen_option(line.example, FRUIT) is None, line
+        monkeypatch.setattr(module, "NAMED", NAMED)
 
 
 def test_a_letter_before_words_is_not_an_article():
