@@ -124,7 +124,7 @@ class Viewer:
 
     def static_page(self, keys: Sequence[str]) -> str:
         """Return one page with episodes, which loads nothing; with more than 200, the first."""
-        cards = [self._card(key, unfolded=len(keys) == 1) for key in keys[:_MOST_CARDS]]
+        cards = [self._card(key, unfolded=len(keys) < 4) for key in keys[:_MOST_CARDS]]
         template = environment(_HERE).get_template("selection.html.jinja")
         return template.render(names=[*self._folders], cards=cards, left_out=len(keys) - len(cards))
 
@@ -159,7 +159,10 @@ def open_folders(settings: Settings) -> Viewer:
     Raises:
         FolderError, DamagedFileError: A folder has none, or a file is damaged.
         FileNotFoundError: A folder of videos does not exist.
+        ValueError: There is no such port.
     """
+    if not 0 <= settings.port < 1 << 16:
+        raise ValueError(f"--port {settings.port}: there is no such port; give one up to 65535")
     folders: list[Folder] = []
     for flag, path in (("folder", settings.folder), ("other", settings.other)):
         require_local(flag, path)
