@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 import os
 import re
 import threading
-from collections import Counter
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,6 +24,7 @@ import pydantic
 
 from paravt_jax.method.judge import ServerSettings
 
+_log = logging.getLogger(__name__)
 # Upper bound on the characters of a message with a server's words.
 _TEXT_LIMIT = 300
 # What to do about an HTTP status. About others, a server knows best.
@@ -74,8 +75,6 @@ _EMPTY = Choice(message=Message(), finish_reason="stop")
 
 class _Reply(pydantic.BaseModel):
     choices: list[Choice] = pydantic.Field(min_length=1)
-    model: str | None = None
-    usage: dict[str, Any] | None = None
 
 
 class Client:
@@ -115,13 +114,9 @@ class Client:
             max_retries=settings.attempts - 1,
             http_client=http,
         )
-        self._name = settings.name
         self._slots = asyncio.Semaphore(settings.concurrency)
         # The optional fields that the server does not support, and what to send instead.
         self._renamed: dict[str, str] = {}
-        # What `report` returns: since the start, and until the last report.
-        self._counts: Counter[str] = Counter()
-        self._reported: Counter[str] = Counter()
 
     def ask(self, body: dict[str, Any], deadline: float | None = None) -> Future[Choice | Failure]:
         """Request a chat completion, without waiting for it.
@@ -138,17 +133,6 @@ class Client:
     def close(self) -> None:
         """Close the connections in the background."""
         asyncio.run_coroutine_threadsafe(self._server.close(), _event_loop())
-
-    def report(self) -> Counter[str]:
-        """Return what replies since the last report have said, after the name of the settings.
-
-        Returns:
-            The number of replies of each model, under its name in the reply; of tokens, as far as
-            the server gives them; and 1 for each field that was renamed or left out.
-        """
-        counts = Counter(self._counts)
-        new, self._reported = counts - self._reported, counts
-        return Counter({f"{self._name} {what}": count for what, count in new.items()})
 
     async def _ask(self, body: dict[str, Any], deadline: float | None) -> Choice | Failure:
         # Time in the queue does not count towards the deadline.
@@ -171,7 +155,9 @@ class Client:
             field, status = str(error.param), error.status_code
             if field in _OPTIONAL and field in sent and "unsupported" in (error.code or ""):
                 self._renamed[field] = _OPTIONAL[field]
-                self._counts[f"{field}: {_OPTIONAL[field] or 'left out'}"] = 1
+                _log.warning(
+                    "%s: %s from now on", self.shown(str(error)), _OPTIONAL[field] or "left out"
+                )
                 return await self._complete(body)
             said = error.response.headers.get("Location", error.response.text)
             text = f"status {status}{_REMEDIES.get(status, '')}: {said}"
@@ -179,13 +165,7 @@ class Client:
         except openai.APIConnectionError as error:
             text = f"no usable reply: {type(error.__cause__).__name__} {error.__cause__}"
             return Failure(self.shown(text))
-        reply = _Reply.model_validate_json(response.content)
-        if reply.model:
-            self._counts[f"model {self.shown(reply.model)}"] += 1
-        for name in ("prompt_tokens", "completion_tokens"):
-            count = (reply.usage or {}).get(name)
-            self._counts[name] += count if isinstance(count, int) else 0
-        return reply.choices[0]
+        return _Reply.model_validate_json(response.content).choices[0]
 
     def shown(self, text: str) -> str:
         """Return a server's words on one line, cut to a bound and without the key."""

@@ -11,7 +11,7 @@ import dataclasses
 import pathlib
 import statistics
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 import jax
@@ -25,7 +25,7 @@ from paravt_jax.data.stored import write_atomically
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.remote.judge import RemoteJudge
-from rollout.agent.endpoint import EndpointSampler, ServerWatch
+from rollout.agent.endpoint import ServerWatch
 from rollout.evaluation.benchmarks import BENCHMARKS, Item, Loaded, load
 from rollout.evaluation.files import VideoFolder
 from rollout.evaluation.folder import EvaluationFolder, Line, commit, latest, read_json, read_lines
@@ -124,8 +124,7 @@ def _answered(folder: EvaluationFolder) -> set[str]:
 
 def _summarise(folder: EvaluationFolder, loaded: Loaded) -> Line:
     """Write summary.json and questions.csv, of the questions as they are now."""
-    written = list(read_lines(folder.path))
-    known = latest(written)
+    known = latest(read_lines(folder.path))
     lines = [
         known[item.content] | {"id": item.question.id, "columns": item.columns}
         for item in loaded.items
@@ -133,9 +132,7 @@ def _summarise(folder: EvaluationFolder, loaded: Loaded) -> Line:
     ]
     config = read_json(folder.path / "config.json")
     del config["questions"]
-    # Of all lines: replies count, also if their question was asked again.
-    servers = sum((Counter(line.get("servers")) for line in written), Counter())
-    summary = summarise(config, lines, len(loaded.items), loaded.broken) | {"servers": servers}
+    summary = summarise(config, lines, len(loaded.items), loaded.broken)
     folder.write("summary.json", summary)
     write_atomically(folder.path / "questions.csv", table_of(lines))
     return summary
@@ -230,8 +227,6 @@ def _play_split(
             return players
 
         players = hosts.on_all(load_all)
-        both = (players[0].sampler, judge)
-        servers = [each for each in both if isinstance(each, EndpointSampler | RemoteJudge)]
 
         def read_ahead(video: str) -> None:
             path = setup.videos.find(video)
@@ -251,8 +246,7 @@ def _play_split(
             scores: dict[str, list[float]] = defaultdict(list)
             lines = stack.enter_context(contextlib.closing(play_all(players, groups, queue)))
             for done, line in enumerate(lines, 1):
-                reports = [server.client.report() for server in servers]
-                folder.append(line | {"servers": sum(reports, Counter())})
+                folder.append(line)
                 if "left_out" not in line:
                     scores[line["kind"]].append(line["score"])
                 means = {kind: 100 * statistics.fmean(known) for kind, known in scores.items()}
