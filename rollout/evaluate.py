@@ -37,11 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(argv: Sequence[str]) -> int:
     description = f"{__doc__}\nSplits for --benchmark: {', '.join(BENCHMARKS)}."
     settings = tyro.cli(BenchmarkSettings, args=argv, prog=_PROG, description=description)
-    # With a server, hosts join only where that is asked for: joining takes hold of the devices,
-    # which the server may be using.
-    if cluster.is_named() or not settings.endpoint:
-        # Before JAX sees a device: afterwards it cannot add other hosts.
-        cluster.connect()
+    # Before JAX sees a device: afterwards it cannot add other hosts.
+    cluster.connect()
     return 1 if has_failed(evaluate(settings)) else 0
 
 

@@ -42,7 +42,6 @@ SIDE_PATHS = (
     "paravt_jax.data.published",
     "paravt_jax.data.sources",
     "paravt_jax.remote",
-    "rollout.agent.endpoint",
     "rollout.evaluation",
     "rollout.report",
     "train.durable.checkpoint",

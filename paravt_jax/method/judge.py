@@ -1,6 +1,6 @@
-"""The interface of a judge that scores answers, and the settings of servers such as a judge's.
+"""The interface of a judge that scores answers, and the settings of one behind a server.
 
-The clients are `paravt_jax.remote.client` and, of a judge, `paravt_jax.remote.judge`.
+That judge is `paravt_jax.remote.judge`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from paravt_jax.checks import require_above, require_at_least
 from paravt_jax.method.records import Question
@@ -36,51 +36,19 @@ class Judge(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ServerSettings:
-    """Address, key, retries and concurrency of a client. Times are in seconds."""
+class JudgeSettings:
+    """The language model that scores answers, and the limits of asking it. Times are in seconds."""
 
-    name: ClassVar[str] = "endpoint"
-    """Name of these settings in error messages."""
     endpoint: str
     """Address of an OpenAI-compatible API without /chat/completions: "http://localhost:8000/v1"."""
     key_variable: str = "OPENAI_API_KEY"
     """Environment variable with the key, which is sent to `endpoint` only. Empty: no key."""
-    timeout: float = 600.0
+    timeout: float = 30.0
     """Time limit of connecting, of waiting for a reply to begin, and of the reply itself."""
-    attempts: int = 5
+    attempts: int = 3
     """Upper bound on requests per answer, the first included."""
     concurrency: int = 16
     """Upper bound on open requests, including those that wait for their next attempt."""
-
-    def __post_init__(self):
-        if not re.fullmatch("(?:[A-Z_][A-Z0-9_]*)?", self.key_variable):
-            # The value is not shown: it may be a key.
-            raise ValueError(
-                f"{self.name}.key_variable: not a name of capitals, digits and _; "
-                "give the name of the environment variable that holds the key, not the key"
-            )
-        require_above(self.name, self, 0, "timeout")
-        require_at_least(self.name, self, 1, "attempts", "concurrency")
-        # The client adds /chat/completions.
-        base = r"https?://[^\s/:@?#]+(:\d+)?(/[^\s@?#]*)?(?<!/chat/completions)"
-        if not re.fullmatch(base, self.endpoint.rstrip("/")):
-            # A user, a query and a fragment may be secret, and messages are logged.
-            is_secret = any(mark in self.endpoint for mark in "@?#")
-            shown = "(not shown: it may hold a secret)" if is_secret else repr(self.endpoint)
-            raise ValueError(
-                f"{self.name}: the address {shown} is not the base of an API; give one such as "
-                "http://localhost:8000/v1, and the key in the environment variable "
-                f"{self.key_variable}"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class JudgeSettings(ServerSettings):
-    """The language model that scores answers, and the time limits. Times are in seconds."""
-
-    name: ClassVar[str] = "judge"
-    timeout: float = 30.0
-    attempts: int = 3
     model: str = dataclasses.field(kw_only=True)
     """Name of the model at the endpoint. It must not think before it replies: there is no
     room for that."""
@@ -88,9 +56,26 @@ class JudgeSettings(ServerSettings):
     """Time limit of a whole batch. Answers without a score by then are scored by F1."""
 
     def __post_init__(self):
-        super().__post_init__()
+        if not re.fullmatch("(?:[A-Z_][A-Z0-9_]*)?", self.key_variable):
+            # The value is not shown: it may be a key.
+            raise ValueError(
+                "judge.key_variable: not a name of capitals, digits and _; "
+                "give the name of the environment variable that holds the key, not the key"
+            )
+        require_above("judge", self, 0, "timeout", "time_limit")
+        require_at_least("judge", self, 1, "attempts", "concurrency")
         if not self.model.strip():
             raise ValueError(
-                f"{self.name}.model: {self.model!r} is empty; give the model's name at the endpoint"
+                f"judge.model: {self.model!r} is empty; give the model's name at the endpoint"
             )
-        require_above(self.name, self, 0, "time_limit")
+        # The client adds /chat/completions.
+        base = r"https?://[^\s/:@?#]+(:\d+)?(/[^\s@?#]*)?(?<!/chat/completions)"
+        if not re.fullmatch(base, self.endpoint.rstrip("/")):
+            # A user, a query and a fragment may be secret, and messages are logged.
+            is_secret = any(mark in self.endpoint for mark in "@?#")
+            shown = "(not shown: it may hold a secret)" if is_secret else repr(self.endpoint)
+            raise ValueError(
+                f"judge: the address {shown} is not the base of an API; give one such as "
+                "http://localhost:8000/v1, and the key in the environment variable "
+                f"{self.key_variable}"
+            )

@@ -203,8 +203,6 @@ class CallStatus(enum.StrEnum):
     NOT_OFFERED = "not_offered"  # tools are off, or no tool turn is left
     UNREADABLE = "unreadable"  # the video cannot be decoded there, or has no subtitles
     TIMED_OUT = "timed_out"  # the sub-agent did not finish in time
-    REFUSED = "refused"  # a remote server refused the sub-agent's request
-    FAILED = "failed"  # a remote server gave the sub-agent no usable reply
 
     @property
     def executed(self) -> bool:
@@ -280,8 +278,6 @@ class StopReason(enum.StrEnum):
     TIME_LIMIT = "time_limit"
     STOPPED = "stopped"  # by a person, before the answer
     UNREADABLE = "unreadable"  # the video cannot be read
-    REFUSED = "refused"  # a remote server refused a request of the main agent
-    FAILED = "failed"  # a remote server gave no usable reply to a request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +293,7 @@ class Episode:
     answer: str | None
     """The main agent's answer; None unless `stop` is ANSWERED."""
     reason: str = ""
-    """Why the video is unreadable, or a server refused or failed a request, in its own words."""
+    """Why the video is unreadable."""
 
     @property
     def executed_calls(self) -> int:

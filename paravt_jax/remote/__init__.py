@@ -1,1 +1,1 @@
-"""Clients of OpenAI-compatible servers."""
+"""A judge behind an OpenAI-compatible server, and its client."""

@@ -1,4 +1,4 @@
-"""Chat completions from OpenAI-compatible servers, requested with the package `openai`.
+"""Chat completions from an OpenAI-compatible server, requested with the package `openai`.
 
 All clients of a process share one event loop in a daemon thread, so callers need no event loop of
 their own, but may have one, as in notebooks. Requests can be cancelled at any point, and a process
@@ -22,19 +22,16 @@ from typing import Any
 import httpx2
 import pydantic
 
-from paravt_jax.method.judge import ServerSettings
+from paravt_jax.method.judge import JudgeSettings
 
 _log = logging.getLogger(__name__)
 # Upper bound on the characters of a message with a server's words.
 _TEXT_LIMIT = 300
 # What to do about an HTTP status. About others, a server knows best.
 _REMEDIES = {401: "; check the key", 404: "; check the address, up to /v1, and the model's name"}
-_REMEDIES |= {413: "; send fewer or smaller frames", 429: "; send fewer requests at once"}
-REFUSALS = (400, 413, 422, 451)
-"""HTTP statuses that refuse one request for its content. The server may accept the next one."""
+_REMEDIES |= {429: "; send fewer requests at once"}
 # Fields that some servers refuse, and the names to send instead; "" leaves a field out.
-_OPTIONAL = {"max_tokens": "max_completion_tokens", "temperature": "", "seed": "", "stop": ""}
-
+_OPTIONAL = {"max_tokens": "max_completion_tokens", "temperature": ""}
 # How servers say that they did not finish a reply.
 _BROKEN = re.compile("error|abort|cancel|failed|timeout|insufficient", re.IGNORECASE)
 
@@ -45,21 +42,12 @@ class Failure:
 
     text: str
     """What happened, what to do, and the server's own message: one line, without the key."""
-    status: int = 0
-    """The HTTP status, if the server answered with an error."""
-    late: bool = False
-    """Whether the deadline of the request ended it."""
 
 
 class Message(pydantic.BaseModel):
-    """What a model wrote, and what the server took out of the text: a thought, calls."""
+    """What a model wrote."""
 
     content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
-    tool_calls: list[Any] | None = None
-    """Unchecked."""
 
 
 class Choice(pydantic.BaseModel):
@@ -84,7 +72,7 @@ class Client:
     renamed in all further requests.
 
     Args:
-        settings: Address, key variable, time limits and number of attempts.
+        settings: Address, key variable, timeout, number of attempts and concurrency.
 
     Raises:
         ValueError: The environment contains a key or a proxy that cannot be used. The message does
@@ -92,16 +80,16 @@ class Client:
         ImportError: The package openai, or the one for a SOCKS proxy, is missing.
     """
 
-    def __init__(self, settings: ServerSettings):
+    def __init__(self, settings: JudgeSettings):
         try:
             import openai  # takes a second, which commands without a server do not wait
         except ModuleNotFoundError as error:
-            message = f"{settings.name}: install openai with pip install -e '.[endpoint]'"
+            message = "judge: install openai with pip install -e '.[judge]'"
             raise ModuleNotFoundError(message) from error
         self._key = os.environ.get(settings.key_variable, "").strip() or "no-key"
         if not re.fullmatch("[!-~]*", self._key):
             wrong = "has spaces or characters beyond ASCII; set it to the key alone"
-            raise ValueError(f"{settings.name}: the key in {settings.key_variable} {wrong}")
+            raise ValueError(f"judge: the key in {settings.key_variable} {wrong}")
         # Redirects are not followed, so that the key goes to the endpoint only.
         http = httpx2.AsyncClient(
             timeout=settings.timeout,
@@ -118,30 +106,24 @@ class Client:
         # The optional fields that the server does not support, and what to send instead.
         self._renamed: dict[str, str] = {}
 
-    def ask(self, body: dict[str, Any], deadline: float | None = None) -> Future[Choice | Failure]:
+    def ask(self, body: dict[str, Any]) -> Future[Choice | Failure]:
         """Request a chat completion, without waiting for it.
 
         Args:
             body: Fields of the request.
-            deadline: Seconds for all attempts together, counted from the start of the first one.
 
         Returns:
             A future of the reply, or of the last attempt's failure. Cancel it to end the request.
         """
-        return asyncio.run_coroutine_threadsafe(self._ask(body, deadline), _event_loop())
+        return asyncio.run_coroutine_threadsafe(self._ask(body), _event_loop())
 
     def close(self) -> None:
         """Close the connections in the background."""
         asyncio.run_coroutine_threadsafe(self._server.close(), _event_loop())
 
-    async def _ask(self, body: dict[str, Any], deadline: float | None) -> Choice | Failure:
-        # Time in the queue does not count towards the deadline.
+    async def _ask(self, body: dict[str, Any]) -> Choice | Failure:
         async with self._slots:
-            try:
-                async with asyncio.timeout(deadline):
-                    return await self._complete(body)
-            except TimeoutError:
-                return Failure(f"no answer within {deadline} s; allow more time", late=True)
+            return await self._complete(body)
 
     async def _complete(self, body: dict[str, Any]) -> Choice | Failure:
         import openai
@@ -156,18 +138,18 @@ class Client:
             if field in _OPTIONAL and field in sent and "unsupported" in (error.code or ""):
                 self._renamed[field] = _OPTIONAL[field]
                 _log.warning(
-                    "%s: %s from now on", self.shown(str(error)), _OPTIONAL[field] or "left out"
+                    "%s: %s from now on", self._shown(str(error)), _OPTIONAL[field] or "left out"
                 )
                 return await self._complete(body)
             said = error.response.headers.get("Location", error.response.text)
             text = f"status {status}{_REMEDIES.get(status, '')}: {said}"
-            return Failure(self.shown(text), status)
+            return Failure(self._shown(text))
         except openai.APIConnectionError as error:
             text = f"no usable reply: {type(error.__cause__).__name__} {error.__cause__}"
-            return Failure(self.shown(text))
+            return Failure(self._shown(text))
         return _Reply.model_validate_json(response.content).choices[0]
 
-    def shown(self, text: str) -> str:
+    def _shown(self, text: str) -> str:
         """Return a server's words on one line, cut to a bound and without the key."""
         # Control characters could move the cursor of the terminal that shows the message.
         printable = "".join(c if c.isprintable() else " " for c in text)

@@ -51,18 +51,12 @@ _CUT_SHORT = {
     SampleStop.LENGTH: StopReason.TRUNCATED,
     SampleStop.DEADLINE: StopReason.TIME_LIMIT,
     SampleStop.UNREADABLE: StopReason.UNREADABLE,
-    SampleStop.REFUSED: StopReason.REFUSED,
-    SampleStop.FAILED: StopReason.FAILED,
 }
-
-# Begins the response to a call that was not carried out.
-_ERROR = "error: "
 
 # Why a sub-agent has no report: the status of its call, and the response to the main agent.
 _NO_REPORT = {
     SampleStop.DEADLINE: (CallStatus.TIMED_OUT, "error: no report in time"),
     SampleStop.UNREADABLE: (CallStatus.UNREADABLE, "error: the video cannot be read there"),
-    SampleStop.REFUSED: (CallStatus.REFUSED, "error: the request for a report was refused"),
 }
 
 # Turn t of the main agent uses seed + t, and its sub-agents use seed + 1000 * (t + 1) onwards, so
@@ -216,19 +210,12 @@ async def play(
         # Dispatch. A model that calls again after its last tool turn gets one refusal.
         offered = len(state.turns) < state.tool_turns
         outcomes = await _dispatch(state, calls) if offered else _refuse(calls)
-        failures = [
-            outcome.response.removeprefix(_ERROR)
-            for outcome in outcomes
-            if outcome.status is CallStatus.FAILED
-        ]
         # As the model reads them: plain, and within their token limit.
         outcomes = [
             dataclasses.replace(outcome, response=state.protocol.cut(outcome.response))
             for outcome in outcomes
         ]
         state.turns.append(Turn(text, tuple(outcomes)))
-        if failures:  # without these reports, the answer would not be the model's own
-            return state.finish(StopReason.FAILED, failures[0])
         if answered and not offered:
             return state.finish(StopReason.ANSWERED)
         if len(state.turns) > state.tool_turns + 1:
@@ -300,8 +287,8 @@ async def _respond(state: _EpisodeState, seconds: float) -> tuple[str, Sample]:
 async def _dispatch(state: _EpisodeState, calls: list[Call | FailedCall]) -> list[CallOutcome]:
     """Carry out the calls of one turn side by side.
 
-    Each sub-agent starts as soon as its own window has been read. If one is refused or times out,
-    only its own report is lost. If the server gives it no usable reply, `play` ends the episode.
+    Each sub-agent starts as soon as its own window has been read. If one times out, only its own
+    report is lost.
     """
     return await together(*[_carry_out(state, call, number) for number, call in enumerate(calls)])
 
@@ -383,9 +370,6 @@ async def _ask_subagent(state: _EpisodeState, subagent: Trajectory, number: int)
 
 def _report(protocol: Protocol, outcome: CallOutcome, sample: Sample) -> CallOutcome:
     """Return a call's outcome with the report of its sub-agent, or the reason why there is none."""
-    if sample.stop is SampleStop.FAILED:
-        response = _ERROR + sample.reason
-        return dataclasses.replace(outcome, status=CallStatus.FAILED, response=response)
     if sample.stop in _NO_REPORT:
         status, response = _NO_REPORT[sample.stop]
         return dataclasses.replace(outcome, status=status, response=response)

@@ -5,7 +5,6 @@ Tokens are decoded one by one, for display only: their texts are never encoded a
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -135,9 +134,8 @@ def _call(outcome: CallOutcome) -> dict[str, Any]:
     }
 
 
-def _logprobs(segment: Segment) -> list[float | None]:
-    """Return the log-prob of each token; None where it is unknown."""
+def _logprobs(segment: Segment) -> list[float] | list[None]:
+    """Return the log-prob of each token; None for those that were not sampled."""
     if segment.logprobs is None:
         return [None] * len(segment.ids)
-    # Remote samplers report NaN.
-    return [value if math.isfinite(value) else None for value in segment.logprobs.tolist()]
+    return segment.logprobs.tolist()

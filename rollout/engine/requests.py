@@ -115,10 +115,6 @@ class SampleStop(enum.StrEnum):
     DEADLINE = "deadline"
     UNREADABLE = "unreadable"
     """The video could not be read, or became unreadable."""
-    REFUSED = "refused"
-    """A server rejected the request because of its content."""
-    FAILED = "failed"
-    """A server gave no usable reply in all attempts."""
     PAUSED = "paused"
     """It is to go on later (`rollout.engine.pacing`)."""
 
@@ -137,7 +133,7 @@ class Sample:
     digest: str
     """`paravt_jax.method.records.digest` of the prompt and the sampled tokens."""
     reason: str = ""
-    """Why a request was refused or failed, or its video is unreadable, for people."""
+    """Why the video is unreadable, for people."""
 
 
 Completion = tuple[int, Sample]  # a request's ticket, and its sample
@@ -145,7 +141,7 @@ Completion = tuple[int, Sample]  # a request's ticket, and its sample
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Anything that answers requests: the engine, or an endpoint."""
+    """Anything that answers requests: the engine, or what stands in for it."""
 
     def submit(self, request: Request) -> int:
         """Accept a request and return its ticket."""

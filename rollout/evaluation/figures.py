@@ -65,7 +65,6 @@ def figures(lines: Sequence[Measures]) -> dict[str, Any]:
         calls: executed calls per episode, the paper's kappa.
         turns: turns of the main agent per episode.
         n: number of episodes.
-        refused_reports: number of sub-agents' requests that the server refused.
         without_answer: number of episodes without an answer.
         unread: number of answers that name no option or span.
         stops: number of episodes by the reason why they ended.
@@ -75,7 +74,6 @@ def figures(lines: Sequence[Measures]) -> dict[str, Any]:
         "calls": float(np.mean([line["calls"] for line in lines])),
         "turns": float(np.mean([line["turn_count"] for line in lines])),
         "n": len(lines),
-        "refused_reports": sum(line["refused_reports"] for line in lines),
         "without_answer": sum(line["read"] is None for line in lines),
         "unread": sum(line["unread"] for line in lines),
         "stops": dict(sorted(collections.Counter(line["stop"] for line in lines).items())),

@@ -2,8 +2,7 @@
 
 Evaluations during a training run and `python -m rollout.evaluate` both call `play_and_score`. An
 episode depends only on its question, settings, seed and weights, so several processes can share the
-questions. Failures are values: a question comes back as `LeftOut` if its video cannot be read, or
-if a server refuses it or does not answer.
+questions. Failures are values: a question comes back as `LeftOut` if its video cannot be read.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 from paravt_jax.method.accuracy import Rules, is_read
 from paravt_jax.method.judge import Judge
-from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Turn
+from paravt_jax.method.records import Episode, Question, StopReason, Turn
 from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer, score_all
 from rollout.agent.episode import Environment, EpisodeSettings, play, seed_of
 from rollout.agent.transcript import overview_times
@@ -54,7 +53,7 @@ class LeftOut:
     question: Question
     cause: str
     """`missing` (no video file), `unreadable`, `broken` (its subtitles, or the span that is its
-    answer), `too_long`, or `refused` or `failed` (by the endpoint)."""
+    answer), or `too_long`."""
     reason: str
     """What happened, for people."""
 
@@ -73,8 +72,6 @@ async def play_question(
     episode = await play(environment, question, setting, seed_of(seed, question.id, 0))
     if episode.stop is StopReason.UNREADABLE:
         return LeftOut(question, "unreadable", episode.reason or "it can no longer be read")
-    if episode.stop in (StopReason.REFUSED, StopReason.FAILED):
-        return LeftOut(question, str(episode.stop), episode.reason)
     return episode
 
 
@@ -130,7 +127,6 @@ def measures(played: Played) -> dict[str, Any]:
     """Return the values of one episode that `rollout.evaluation.summary` averages."""
     episode, rewards, read = played.episode, played.rewards, played.read
     calls = [turn.executed_calls for turn in episode.turns]
-    statuses = [outcome.status for turn in episode.turns for outcome in turn.calls]
     return {
         "video": episode.question.video,
         "kind": str(episode.question.kind),
@@ -143,7 +139,6 @@ def measures(played: Played) -> dict[str, Any]:
         "tool_turns": sum(count > 0 for count in calls),
         "parallel_turns": sum(count > 1 for count in calls),
         "turn_count": len(episode.turns),
-        "refused_reports": statuses.count(CallStatus.REFUSED),
         "stop": str(episode.stop),
     }
 

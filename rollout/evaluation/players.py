@@ -1,8 +1,7 @@
-"""Loads what plays the questions: the model with its engine, or the connection to an endpoint."""
+"""Loads what plays the questions: the model with its engine."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -22,10 +21,8 @@ from paravt_jax.data import tokenizer_file
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.protocol import Protocol
-from rollout.agent.endpoint import EndpointSampler, FrameImages
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
-from rollout.engine.requests import Sampler
 from rollout.engine.settings import (
     EngineSizes,
     crop_tokens,
@@ -63,8 +60,8 @@ def make_setup(settings: BenchmarkSettings, loaded: Loaded, videos: VideoFolder)
         FileNotFoundError: the model's files are missing.
         ValueError: the model does not fit the settings, or a prompt cannot be read or rendered.
     """
-    folder = local_folder(settings.model, weights=not settings.endpoint)
-    base = base_folder(folder, weights=not settings.endpoint)
+    folder = local_folder(settings.model)
+    base = base_folder(folder)
     config = from_hf(base / "config.json")
     most = math.gcd(settings.tensor, config.text.most_tensor)
     if most < settings.tensor:
@@ -87,41 +84,27 @@ def make_setup(settings: BenchmarkSettings, loaded: Loaded, videos: VideoFolder)
 
 
 def load_player(
-    setup: Setup,
-    reader: FrameReader,
-    judge: Judge | None,
-    stack: contextlib.ExitStack,
-    devices: Devices = (),
+    setup: Setup, reader: FrameReader, judge: Judge | None, devices: Devices = ()
 ) -> SplitPlayer:
-    """Load the model, or connect to the endpoint.
+    """Load the model, and place it on its devices.
 
     Args:
         setup: the evaluation.
         reader: reads the videos.
         judge: scores open-ended answers; None: rules score them.
-        stack: closes the connection.
         devices: the devices of the model.
     """
     settings, config = setup.settings, setup.config
-    sampler: Sampler
-    if settings.endpoint:
-        images = FrameImages(config, settings.frames(), setup.videos.root, source=reader)
-        sampler = EndpointSampler(
-            settings.server(), settings.endpoint[1], setup.protocol.vocabulary, images
-        )
-        stack.callback(sampler.client.close)
-        environment = Environment(setup.protocol, images)
-    else:
-        dtype = settings.dtype
-        require_type("dtype", dtype)
-        mesh = make_mesh(1, 1, settings.tensor, devices) if settings.tensor > 1 else None
-        model = load_model(setup.folder, config, mesh=mesh, dtype=dtype, param_dtype=dtype)
-        features = FrameFeatures(
-            model.vision, config, settings.frames(), setup.videos.root, source=reader
-        )
-        sampler = Engine(model, features, setup.sizes)
-        environment = Environment(setup.protocol, features)
-    return SplitPlayer(sampler, environment, settings, setup.videos, judge)
+    dtype = settings.dtype
+    require_type("dtype", dtype)
+    mesh = make_mesh(1, 1, settings.tensor, devices) if settings.tensor > 1 else None
+    model = load_model(setup.folder, config, mesh=mesh, dtype=dtype, param_dtype=dtype)
+    features = FrameFeatures(
+        model.vision, config, settings.frames(), setup.videos.root, source=reader
+    )
+    engine = Engine(model, features, setup.sizes)
+    environment = Environment(setup.protocol, features)
+    return SplitPlayer(engine, environment, settings, setup.videos, judge)
 
 
 def open_reader(setup: Setup, replicas: int) -> FrameReader:

@@ -25,12 +25,11 @@ from paravt_jax.data.stored import write_atomically
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.remote.judge import RemoteJudge
-from rollout.agent.endpoint import ServerWatch
 from rollout.evaluation.benchmarks import BENCHMARKS, Item, Loaded, load
 from rollout.evaluation.files import VideoFolder
 from rollout.evaluation.folder import EvaluationFolder, Line, commit, latest, read_json, read_lines
 from rollout.evaluation.players import Setup, load_player, make_setup, open_reader
-from rollout.evaluation.replicas import Devices, Queue, device_groups, play_all, units_of
+from rollout.evaluation.replicas import Queue, device_groups, play_all, units_of
 from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.split import SplitPlayer
 from rollout.evaluation.summary import report, summarise, table_of
@@ -52,7 +51,6 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
 
     Raises:
         FileNotFoundError, FolderError, ValueError: the run cannot start. The message is one line.
-        EndpointError: the server does not answer, or refuses all questions.
         HostsError: another process failed.
     """
     # All checks of files come before the model is loaded, which takes minutes.
@@ -72,10 +70,8 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
             kept = sum(item.content in done for item in loaded.items)
             print(f"{kept} answers are kept; {len(items)} questions are asked", file=sys.stderr)
         if items:
-            if not settings.endpoint:
-                use_cache(folder.path)
-            # An endpoint that answered questions in an earlier start needs no proof.
-            _play_split(setup, items, folder, proven=bool(done))
+            use_cache(folder.path)
+            _play_split(setup, items, folder)
         summary = hosts.from_first(lambda: _summarise(folder, loaded))
     if hosts.is_first():
         print("\n".join(report(summary, folder.path)), file=sys.stderr)
@@ -88,17 +84,10 @@ def _prepare(
     """Find the questions, the videos and the model. Returns the identity of the evaluation, too."""
     loaded, videos = _load(settings, questions)
     setup = make_setup(settings, loaded, videos)
-    # An endpoint does not reveal its weights.
-    identity = settings.identity() | {"weights": None}
-    if settings.endpoint:
-        # Limits count tokens. With the engine, the hash of the model covers its tokenizer.
-        identity["tokenizer"] = setup.protocol.vocabulary.digest
-    else:
-        base = base_folder(setup.folder)
-        require_readable(base)  # before hashing, which takes minutes
-        hashes = map(weights_hash, dict.fromkeys((base, setup.folder)))
-        identity["weights"] = "+".join(hashes)
-    return setup, identity
+    base = base_folder(setup.folder)
+    require_readable(base)  # before hashing, which takes minutes
+    hashes = map(weights_hash, dict.fromkeys((base, setup.folder)))
+    return setup, settings.identity() | {"weights": "+".join(hashes)}
 
 
 def _open(setup: Setup, identity: Line, stack: contextlib.ExitStack) -> EvaluationFolder:
@@ -192,27 +181,21 @@ def _out(settings: BenchmarkSettings) -> pathlib.Path:
 # --- playing ---
 
 
-def _play_split(
-    setup: Setup, items: Sequence[Item], folder: EvaluationFolder, proven: bool
-) -> None:
+def _play_split(setup: Setup, items: Sequence[Item], folder: EvaluationFolder) -> None:
     """Play the items on all hosts, and append the lines to the folder.
 
     Args:
         setup: what is evaluated.
         items: the items that have no result yet, the same on all hosts.
         folder: the folder of the evaluation.
-        proven: whether an endpoint has answered questions in an earlier start.
 
     Raises:
-        EndpointError: see `ServerWatch`.
         HostsError: another host failed.
     """
     settings = setup.settings
     units = units_of(items, settings.episodes)[hosts.process_index() :: hosts.process_count()]
     with contextlib.ExitStack() as stack:
-        groups: list[Devices] = [()]
-        if not settings.endpoint:
-            groups = hosts.on_all(lambda: device_groups(settings.tensor))
+        groups = hosts.on_all(lambda: device_groups(settings.tensor))
         reader = stack.enter_context(open_reader(setup, len(groups)))
         judge = None
         if judged := settings.rewards().judge:
@@ -223,7 +206,7 @@ def _play_split(
             players = []
             for devices in groups:
                 with jax.default_device(devices[0] if len(groups) > 1 else None):
-                    players.append(load_player(setup, reader, judge, stack, devices))
+                    players.append(load_player(setup, reader, judge, devices))
             return players
 
         players = hosts.on_all(load_all)
@@ -239,7 +222,6 @@ def _play_split(
         total = sum(map(len, units))
         bar = tqdm(desc=_split(settings), total=total, unit="question", disable=not shown)
         stack.enter_context(bar)
-        watch = ServerWatch(settings.endpoint[0] if settings.endpoint else "", proven)
 
         def play_items() -> None:
             # A mean over several kinds would be meaningless.
@@ -253,6 +235,5 @@ def _play_split(
                 left_out = done - sum(map(len, scores.values()))
                 bar.set_postfix(means | {"left out": left_out}, refresh=False)
                 bar.update()
-                watch.add(line)
 
         hosts.on_all(play_items)

@@ -14,7 +14,7 @@ import tyro
 
 from models.features import FrameSettings
 from paravt_jax.data.any_path import require_local
-from paravt_jax.method.judge import JudgeSettings, ServerSettings
+from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
 from rollout.agent.episode import Dispatch, EpisodeSettings
@@ -30,16 +30,13 @@ SUBTITLE_TOKENS = 8192
 # by their hashes instead (`rollout.evaluation.run`).
 _NOT_IDENTITY = ("model", "data", "out", "limit", "episodes", "tensor")
 
-Server = tuple[str, str]
-"""Address of an OpenAI-compatible API, and the name of a model there."""
-
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkSettings:
     """One evaluation: a model on a split, or on your own questions."""
 
     model: str
-    """Folder or hub id of a model; with an endpoint, read without its weights."""
+    """Folder or hub id of a model."""
     benchmark: str = ""
     """Name of the split to play; empty: your own questions."""
     data: str = ""
@@ -58,7 +55,7 @@ class BenchmarkSettings:
     """Sampling temperature; 0 is greedy."""
     seed: int = 0
     """Seed of sampling above temperature 0."""
-    judge: Server | None = None
+    judge: tuple[str, str] | None = None
     """Address and model of a server that scores open-ended answers; by default, token F1 does."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; bfloat16 for published checkpoints."""
@@ -66,8 +63,6 @@ class BenchmarkSettings:
     """Devices per replica, which share its weights. The devices of all hosts play replicas."""
     episodes: int = 4
     """Episodes that each replica plays side by side."""
-    endpoint: Server | None = None
-    """Address and model of a server that replaces the engine, such as http://host:8000/v1 NAME."""
     protocol: ProtocolSettings = ProtocolSettings()
 
     def __post_init__(self):
@@ -88,11 +83,6 @@ class BenchmarkSettings:
                 f"--dispatch {self.dispatch}: no tool is offered with --frames 0, or with "
                 "--protocol.prompt direct or reasoning; leave --dispatch out"
             )
-        if self.endpoint and (self.dtype != "float32" or self.tensor != 1):
-            raise ValueError(
-                f"--dtype {self.dtype}, --tensor {self.tensor}: the server at --endpoint decides "
-                "about its weights and devices; leave out both, or --endpoint"
-            )
         least = FrameSettings.min_pixels
         if min(self.pixels) < least:
             raise ValueError(
@@ -102,8 +92,6 @@ class BenchmarkSettings:
         # Each raises if a field is out of range.
         self.episode_settings()
         self.rewards()
-        if self.endpoint:
-            self.server()
 
     @property
     def _offers_tools(self) -> bool:
@@ -127,11 +115,6 @@ class BenchmarkSettings:
         address, model = self.judge
         return RewardSettings(judge=JudgeSettings(address, model=model))
 
-    def server(self) -> ServerSettings:
-        """Return how requests are sent to the endpoint: all that the episodes can have open."""
-        assert self.endpoint
-        return ServerSettings(self.endpoint[0], concurrency=self.episodes * self.protocol.max_calls)
-
     def identity(self) -> dict[str, Any]:
         """Return the settings that affect answers, those of the protocol as "protocol.prompt".
 
@@ -142,9 +125,6 @@ class BenchmarkSettings:
         fields["dispatch"] = self.episode_settings().dispatch
         protocol = fields.pop("protocol")
         fields |= {f"protocol.{name}": value for name, value in protocol.items()}
-        if self.endpoint:
-            del fields["dtype"]  # a server chooses the type of its weights itself
-        for name in ("endpoint", "judge"):
-            # The name of the model: a server may move.
-            fields[name] = fields[name] and fields[name][1]
+        # The name of the model: a server may move.
+        fields["judge"] = self.judge and self.judge[1]
         return {name: value for name, value in fields.items() if name not in _NOT_IDENTITY}

@@ -60,7 +60,7 @@ class SplitPlayer:
         """Prepare to play.
 
         Args:
-            sampler: the engine or an endpoint.
+            sampler: the engine.
             environment: the protocol and the frame features.
             settings: the settings of the evaluation.
             videos: the folder with videos and subtitles.

@@ -133,7 +133,6 @@ def report(summary: Line, out: pathlib.Path) -> Iterator[str]:
         yield (
             f"  {summary['calls']:.2f} calls per question, {summary['without_answer']} without an "
             f"answer, {summary['unread']} whose answer names no option or span, "
-            f"{summary['refused_reports']} refused requests of sub-agents, "
             f"{summary['seconds_per_question']:.2f} s per question"
         )
     counts = Counter(failure["left_out"] for failure in summary["left_out"])

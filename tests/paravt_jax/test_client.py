@@ -20,7 +20,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paravt_jax.method.judge import ServerSettings
+from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.remote.client import Choice, Client, Failure
 from tests.paravt_jax.judge_server import JudgeServer, Reply, says, serving
 
@@ -37,26 +37,26 @@ def surroundings(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "*")
 
 
-def quick(address: str = "http://127.0.0.1:9/v1", **fields) -> ServerSettings:
+def quick(address: str = "http://127.0.0.1:9/v1", **fields) -> JudgeSettings:
     values: dict[str, Any] = {"timeout": 20.0, "attempts": 2, **fields}
-    return ServerSettings(address, **values)
+    return JudgeSettings(address, model="m", **values)
 
 
-def result(client: Client, body: dict[str, Any], deadline: float | None = None) -> str | Failure:
+def result(client: Client, body: dict[str, Any]) -> str | Failure:
     """The text of the reply to a request, or the failure."""
-    outcome = client.ask(body, deadline).result(STALL)
+    outcome = client.ask(body).result(STALL)
     return outcome.message.content or "" if isinstance(outcome, Choice) else outcome
 
 
-def ask(replies: list[Reply], deadline: float | None = None, **fields) -> tuple[Any, JudgeServer]:
+def ask(replies: list[Reply], **fields) -> tuple[Any, JudgeServer]:
     """The result from a server that gives these replies and repeats the last, and the server."""
     with serving(lambda n, _: replies[min(n, len(replies) - 1)]) as server:
-        return result(Client(quick(server.endpoint, **fields)), {"model": "m"}, deadline), server
+        return result(Client(quick(server.endpoint, **fields)), {"model": "m"}), server
 
 
 def test_the_request_has_the_body_and_the_key_and_goes_to_the_endpoint(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\n")
-    body = {"model": "m", "messages": [], "continue_final_message": True}
+    body = {"model": "m", "messages": [], "top_k": 1}
     with serving(lambda *_: says("1")) as server:
         assert result(Client(quick(server.endpoint + "/")), body) == "1"
         assert result(Client(quick(server.endpoint, key_variable="")), body) == "1"
@@ -69,7 +69,7 @@ def test_the_request_has_the_body_and_the_key_and_goes_to_the_endpoint(monkeypat
 def test_a_redirect_is_not_followed():
     with serving(lambda *_: says("1")) as other:
         failure, server = ask([Reply(status=307, headers=(("Location", other.endpoint),))])
-    assert failure == Failure(f"status 307: {other.endpoint}", 307)
+    assert failure == Failure(f"status 307: {other.endpoint}")
     assert len(server.received) == 1 and not other.received
 
 
@@ -87,9 +87,9 @@ def test_fields_that_a_server_does_not_support_are_left_out_or_renamed_once():
 
     with serving(answer) as server:
         client = Client(quick(server.endpoint))
-        body = {"model": "m", "max_tokens": 5, "temperature": 0.7, "seed": 1, "stop": ["x"]}
+        body = {"model": "m", "max_tokens": 5, "temperature": 0.7}
         assert [result(client, body) for _ in range(2)] == ["1", "1"]
-    assert len(server.received) == 4 + 2
+    assert len(server.received) == 2 + 2
     assert server.received[-1].body == accepted
 
 
@@ -101,7 +101,7 @@ def test_other_refusals_take_no_field_away(reply):
     with serving(lambda *_: reply) as server:
         failure = result(Client(quick(server.endpoint)), body)
     assert [received.body for received in server.received] == [body]
-    assert failure == Failure(f"status 400: {reply.body.decode()}", 400)
+    assert failure == Failure(f"status 400: {reply.body.decode()}")
 
 
 def test_any_body_fails_as_a_value():
@@ -127,7 +127,7 @@ def test_any_body_fails_as_a_value():
 def test_what_may_pass_is_asked_again(reply):
     assert ask([reply, says("1")])[0] == "1"
     failure, server = ask([reply])
-    assert failure.status == (503 if reply.status == 503 else 0)
+    assert failure.text.startswith("status 503" if reply.status == 503 else "no usable reply")
     assert len(server.received) == 2
 
 
@@ -150,14 +150,6 @@ def test_a_stalled_request_is_given_up_and_asked_again(stall):
     assert answer == "1" and len(server.received) > 1
 
 
-@pytest.mark.parametrize("reply", [Reply(delay=STALL), Reply(status=503)], ids=["stalled", "503"])
-def test_a_deadline_ends_all_attempts(reply):
-    start = time.monotonic()
-    failure, _ = ask([reply], deadline=0.3, attempts=1000)
-    assert 0.3 <= time.monotonic() - start < STALL
-    assert failure.late and "no answer within 0.3 s" in failure.text
-
-
 def test_a_cancelled_request_closes_its_connection_and_frees_its_place():
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = Client(quick(f"http://127.0.0.1:{server.getsockname()[1]}/v1", concurrency=1))
@@ -176,9 +168,9 @@ def test_a_process_ends_without_waiting_for_open_requests():
     with serving(lambda *_: Reply(delay=STALL)) as server:
         code = f"""
 import time
-from paravt_jax.method.judge import ServerSettings
+from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.remote.client import Client
-Client(ServerSettings({server.endpoint!r})).ask({{}})
+Client(JudgeSettings({server.endpoint!r}, model="m")).ask({{}})
 time.sleep(1)
 """
         subprocess.run([sys.executable, "-c", code], check=True, timeout=STALL / 2)
@@ -232,7 +224,7 @@ def test_a_key_that_no_header_carries_is_refused_unseen(monkeypatch, key):
 )
 def test_an_address_that_cannot_be_asked_is_refused_without_its_secret(address):
     with pytest.raises(ValueError, match="http://localhost:8000/v1.*OPENAI_API_KEY") as error:
-        ServerSettings(address)
+        quick(address)
     message = str(error.value)
     assert "\n" not in message and (repr(address) in message) == (SECRET not in address)
 
@@ -249,5 +241,5 @@ def test_the_key_is_seen_nowhere(caplog, capfd):
 
 def test_without_the_package_one_line_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ModuleNotFoundError, match=r"^endpoint: .*'\.\[endpoint\]'$"):
+    with pytest.raises(ModuleNotFoundError, match=r"^judge: .*'\.\[judge\]'$"):
         Client(quick())

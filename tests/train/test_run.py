@@ -39,7 +39,7 @@ RESULT_FIELDS = """
 """.split()
 ROW_FIELDS = """
     k dispatch temperature accuracy compliance calls turns n interval
-    refused_reports without_answer unread stops groups format_reward tool_gap
+    without_answer unread stops groups format_reward tool_gap
 """.split()
 
 

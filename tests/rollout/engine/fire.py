@@ -239,14 +239,10 @@ _ACCIDENTS = (
     ("nothing", 0.03),
     ("late", 0.07),
     ("lost", 0.04),
-    ("barred", 0.04),
-    ("mute", 0.05),
 )
 _CUTS = {
     "late": SampleStop.DEADLINE,
     "lost": SampleStop.UNREADABLE,
-    "barred": SampleStop.REFUSED,
-    "mute": SampleStop.FAILED,
 }
 
 

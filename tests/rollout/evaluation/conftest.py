@@ -88,7 +88,7 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., SplitP
     `player.sampler` is the sampler of the last player that was made.
     """
 
-    def make(turns, report=" seven from 8 to 10", **fields) -> SplitPlayer:
+    def make(turns, report=" seven from 8 to 10", scorer=None, **fields) -> SplitPlayer:
         defaults: dict[str, Any] = {
             "model": "m",
             "benchmark": "videomme",
@@ -98,9 +98,8 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., SplitP
         settings = BenchmarkSettings(**defaults | fields)
         environment = Environment(Protocol(small_vocabulary, settings.protocol), features)
         make.sampler = scripted(turns, report)
-        return SplitPlayer(
-            make.sampler, environment, settings, VideoFolder(videos, not settings.benchmark)
-        )
+        folder = VideoFolder(videos, not settings.benchmark)
+        return SplitPlayer(make.sampler, environment, settings, folder, scorer)
 
     return make
 

@@ -20,7 +20,6 @@ def line(id, score, video="v", **fields):
         "tool_turns": 1,
         "parallel_turns": 0,
         "turn_count": 2,
-        "refused_reports": 0,
         "stop": "answered",
         "compliant": True,
         "spent": 2.0,

@@ -18,12 +18,12 @@ import pytest
 
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.method.protocol import ProtocolSettings
+from paravt_jax.method.records import Question, QuestionKind
 from rollout import evaluate as command
-from rollout.agent.endpoint import EndpointError
 from rollout.evaluation import run as evaluation
 from rollout.evaluation.folder import FolderError, latest, read_json
 from rollout.evaluation.settings import BenchmarkSettings
-from tests.paravt_jax.judge_server import Reply, serving
+from tests.paravt_jax.judge_server import says, serving
 from tests.rollout.evaluation import published
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -35,8 +35,8 @@ def run(checkpoint, split, player, monkeypatch, capfd, tmp_path):
     """run(**settings) evaluates with a scripted sampler; returns summary and printed text."""
 
     def evaluate(records=None, said=ANSWER, **fields):
-        def scripted_player(setup, *_):
-            return player([said], benchmark=setup.settings.benchmark)
+        def scripted_player(setup, reader, judge, devices):
+            return player([said], scorer=judge, benchmark=setup.settings.benchmark)
 
         monkeypatch.setattr(evaluation, "load_player", scripted_player)
         defaults: dict[str, Any] = {
@@ -155,94 +155,25 @@ def test_a_file_of_own_questions_grows_and_is_mended(run, videos, tmp_path):
     assert (gone["n"], "accuracy" in gone, len(table)) == (1, False, 1)
 
 
-# --- a run against an endpoint ---
-
-
-def completion(answer: str, **fields: Any) -> Reply:
-    """A chat completion with an answer."""
-    message = {"content": f"x\n</think>\n<answer>{answer}</answer>"}
-    reply = {"choices": [{"message": message, "finish_reason": "stop"}]}
-    return Reply(json.dumps(reply).encode(), **fields)
-
-
-def refusing(*texts):
-    """A server that answers C, and refuses chats with one of these texts in them."""
-
-    def answer(number, received) -> Reply:
-        if "temperature" in received.body:
-            return Reply(b'{"param": "temperature", "code": "unsupported_value"}', status=400)
-        chat = str(received.body["messages"])
-        if any(text in chat for text in texts):
-            return Reply(b'{"error": {"message": "content_filter"}}', status=400)
-        return completion("C")
-
-    return answer
-
-
-@pytest.fixture
-def by_endpoint(checkpoint, tmp_path, capfd):
-    """by_endpoint(answer, records) returns summary, printed text and number of requests."""
-
-    def make(answer, records):
-        data = published.write_split("videomme", tmp_path / "records", records)
-        # An endpoint needs no weights.
-        bare = tmp_path / "bare"
-        bare.mkdir(exist_ok=True)
-        for file in checkpoint.glob("*.json"):
-            shutil.copy(file, bare / file.name)
-        with serving(answer) as server:
-            settings = BenchmarkSettings(
-                str(bare),
-                "videomme",
-                str(data),
-                str(tmp_path / "out"),
-                k=0,
-                episodes=1,
-                endpoint=(server.endpoint, "m"),
-            )
-            summary = evaluation.evaluate(settings)
-        return summary, capfd.readouterr().err, len(server.received)
-
-    return make
-
-
-def numbered(number, video="w0"):
-    return published.videomme(str(number), video, "C", question=f"How many of number {number}?")
-
-
-def test_a_refused_question_is_left_out_and_asked_again_next_time(by_endpoint):
-    records = [numbered(number) for number in range(4)]
-    summary, printed, _ = by_endpoint(refusing("number 0", "number 2"), records)
-    assert (summary["n"], summary["accuracy"]) == (2, 1.0)
-    assert [failure["id"] for failure in summary["left_out"]] == ["0", "2"]
-    assert all("content_filter" in failure["reason"] for failure in summary["left_out"])
-    assert "left out: 2 refused, such as 0 (data/w0.mp4): " in printed
-    again, _, requests = by_endpoint(refusing(), records)
-    # One more, in each start, for the field that the server refuses.
-    assert (again["n"], requests) == (4, 2 + 1)
-
-
-def test_broken_records_count_as_records_of_the_split(by_endpoint):
+def test_broken_records_count_as_records_of_the_split(run, tmp_path):
     """Three of five have no right answer: a full score on the two others is no full score."""
-    records = [numbered(number) for number in range(5)]
+    records = [published.videomme(str(number), "w0", "B") for number in range(5)]
     for record in records[2:]:
         record["answer"] = ""
-    summary, printed, _ = by_endpoint(refusing(), records)
+    data = published.write_split("videomme", tmp_path / "records", records)
+    summary, printed = run(data=str(data))
     assert (summary["n"], summary["accuracy"], len(summary["broken_records"])) == (2, 1.0, 3)
     assert "on 2 of 5 questions" in printed
     assert "broken records: 3" in printed
 
 
-def test_a_server_that_refuses_everything_ends_the_run_in_one_line(by_endpoint, tmp_path):
-    records = [numbered(number, f"v{number // 2}") for number in range(60)]
-    with pytest.raises(EndpointError, match="20 questions in a row have no answer") as error:
-        by_endpoint(refusing("number"), records)
-    message = str(error.value)
-    assert "content_filter" in message
-    assert "\n" not in message
-    assert not (tmp_path / "out" / "summary.json").exists()
-    summary, _, requests = by_endpoint(refusing(), records)  # once the server is set up rightly
-    assert summary["n"] == requests - 1 == len(records)
+def test_open_ended_answers_have_the_scores_of_the_judge(run, videos):
+    question = Question("q", "data/w0.mp4", "Who?", QuestionKind.OPEN_ENDED, "the letter B")
+    with serving(lambda *_: says("0.5")) as server:
+        judge = (server.endpoint, "m")
+        summary, _ = run([question], benchmark="", data=str(videos), judge=judge)
+    assert summary["open_ended"]["score"] == 0.5
+    assert [received.body["model"] for received in server.received] == ["m"]
 
 
 # --- mistakes ---
@@ -258,7 +189,6 @@ def call(argv, capfd) -> tuple[int | str | None, str]:
     return code, " ".join((out.err + out.out).replace("│", " ").split())
 
 
-SERVER = ("--endpoint", "http://localhost:1/v1", "m")
 MISTAKES = [
     (["--model", "nowhere/at/all"], "nowhere/at/all: neither a folder"),
     (["--judge", "localhost", "m"], "judge: the address 'localhost' is not the base of an API"),
@@ -267,7 +197,6 @@ MISTAKES = [
         "--dispatch parallel: no tool is offered",
     ),
     (["--frames", "-1"], "--frames -1: "),
-    ([*SERVER, "--dtype", "bfloat16"], "--dtype bfloat16, --tensor 1: the server at"),
     (["--benchmark", "videomm"], "--benchmark videomm: no such split; give one of videomme"),
     (["--data", ""], "--data is missing"),
     (["--pixels", "602112", "9"], "--pixels 602112 9: at least 784"),
@@ -365,15 +294,17 @@ def transcripts(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, file)
 
 
-def latest_lines(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The last line of each question, without what was spent since the line before."""
-    lines = latest(transcripts(folder))
-    return {id: {k: v for k, v in line.items() if k != "spent"} for id, line in lines.items()}
+def outcomes(folder: pathlib.Path) -> dict[str, list[Any]]:
+    """Of each question: why it is left out, or its score and what the model wrote."""
+    outcomes = {}
+    for line in latest(transcripts(folder)).values():
+        written = [turn["text"] for turn in line.get("turns", ())]
+        outcomes[line["id"]] = [line.get("left_out"), line.get("score"), *written]
+    return outcomes
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_like_one_that_was_not(checkpoint, videos, tmp_path):
-    """Against a server, so that a start compiles nothing."""
     records = [
         published.videomme(
             f"{i}", ("w0", "w1", "gone", "noise")[i % 4], question=f"How many of number {i}?"
@@ -381,30 +312,18 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(checkpoint, videos, tmp
         for i in range(60)
     ]
     data = published.write_split("videomme", beside(videos, tmp_path / "split"), records)
-
-    def answer(number, received) -> Reply:
-        chat = str(received.body["messages"])
-        return completion("ABCD"[sum(chat.encode()) % 4], delay=0.1)
-
     out = tmp_path / "out"
-    with serving(answer) as server:
-        options = (
-            "--benchmark=videomme",
-            "--episodes=2",
-            *("--endpoint", server.endpoint, "m"),
-            "--protocol.turn-tokens=64",
-        )
-        for lines in (1, 17, 40):
-            process = start(checkpoint, data, out, *options)
-            assert kill_after(process, out / "questions.jsonl", lines)
-        finish(start(checkpoint, data, out, *options))
-        # A kill costs the two questions in flight, and one that was answered and not yet written.
-        assert len(server.received) <= 30 + 3 * 3
-        finish(start(checkpoint, data, tmp_path / "whole", *options))
-    assert len(latest_lines(out)) == 60
-    assert latest_lines(out) == latest_lines(tmp_path / "whole")
+    options = ("--benchmark=videomme", "--episodes=2")
+    for lines in (1, 17, 40):
+        process = start(checkpoint, data, out, *options)
+        assert kill_after(process, out / "questions.jsonl", lines)
+    finish(start(checkpoint, data, out, *options))
+    finish(start(checkpoint, data, tmp_path / "whole", *options))
+    answered = [line["id"] for line in transcripts(out) if "left_out" not in line]
+    assert len(answered) == len(set(answered)) == 30, "a question was asked after its answer"
+    assert len(outcomes(out)) == 60
+    assert outcomes(out) == outcomes(tmp_path / "whole")
     summary = read_json(out / "summary.json")
-    assert summary["n"] == 30
     assert without_run(summary) == without_run(read_json(tmp_path / "whole" / "summary.json"))
 
 
@@ -437,10 +356,9 @@ def test_a_real_clip_is_played(name, more, assets, checkpoint, tmp_path):
     assert 0 <= line["score"] <= 1
 
 
-@pytest.mark.parametrize("name", ["endpoint", "judge"])
-def test_a_server_may_move_and_another_model_there_is_another_evaluation(name):
-    servers: list[Any] = [("http://a/v1", "m"), ("http://b:8000/v1", "m"), ("http://a/v1", "n")]
+def test_a_judge_may_move_and_another_model_there_is_another_evaluation():
+    servers = [("http://a/v1", "m"), ("http://b:8000/v1", "m"), ("http://a/v1", "n")]
     first, moved, other = (
-        BenchmarkSettings("m", "mmvu", **{name: server}).identity() for server in servers
+        BenchmarkSettings("m", "mmvu", judge=server).identity() for server in servers
     )
     assert first == moved != other

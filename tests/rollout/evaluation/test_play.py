@@ -105,7 +105,6 @@ def test_figures_are_the_mean_of_their_episodes(small_questions):
         "calls": 1.0,
         "turns": 2.0,
         "stops": {"answered": 4},
-        "refused_reports": 0,
         "without_answer": 0,
         "unread": 0,
         # A turn without text earns nothing for its format.

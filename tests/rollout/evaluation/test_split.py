@@ -150,9 +150,9 @@ def test_too_many_subtitles_are_thinned_evenly(player):
     assert len(protocol.vocabulary.encode(subtitled_text(shown, ""))) <= 400
 
 
-def test_a_refused_main_agent_leaves_its_question_out(player, items):
-    (line,) = player([Cut("", SampleStop.REFUSED, "status 400")]).lines(items[:1])
-    assert (line["left_out"], line["reason"]) == ("refused", "status 400")
+def test_a_video_that_is_gone_meanwhile_leaves_its_question_out(player, items):
+    (line,) = player([Cut("", SampleStop.UNREADABLE, "no such file")]).lines(items[:1])
+    assert (line["left_out"], line["reason"]) == ("unreadable", "no such file")
 
 
 def test_a_question_that_is_too_long_is_left_out(player):
