@@ -10,7 +10,6 @@ from configs.lora import (
     sft_4b_lora,
     sft_8b_lora,
 )
-from configs.paradox import paradox_tiny
 from configs.paravt_8b import paravt_8b, sft_8b
 from configs.paravt_tiny import paravt_tiny, sft_tiny
 from configs.released import paravt_8b_released, sft_8b_released
@@ -24,7 +23,6 @@ RECIPES = {
         paravt_8b_released,
         sft_8b_released,
         sft_tiny,
-        paradox_tiny,
         paravt_2b_lora,
         sft_2b_lora,
         paravt_4b_lora,

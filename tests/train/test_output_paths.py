@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from paravt_extras.studies import paradox
 from rollout import ask, evaluate
 from train import export, prepare, run
 
 LARGE = "--config=paravt_8b"
 LOCAL = [
     (run.main, (LARGE, "--data.folder")),
-    (paradox.main, ("--run-dir",)),
     (ask.main, ("--model", "m", "Who?", "--video")),
     (evaluate.main, ("--model", "m", "--benchmark", "mmvu", "--out")),
 ]

@@ -22,7 +22,6 @@ from benchmarks.killing import kill_again_and_again
 from models.qwen3_vl.dialect import DIALECT
 from models.weights.hf import load
 from paravt_extras.report.page import write_report
-from paravt_extras.studies import paradox
 from paravt_jax.data import tokenizer_file
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
@@ -85,14 +84,6 @@ def test_the_result_has_a_row_for_every_setting(finished, small):
             assert 0 <= row["compliance"] <= 1
             assert row["calls"] == 0 or row["dispatch"] != "none"
     assert set(result) == set(RESULT_FIELDS)
-
-
-def test_the_study_reads_a_finished_run(finished, small):
-    run = dataclasses.replace(small.small(), run_dir=str(finished))
-    ks = list(run.evaluation.frames)
-    found = paradox.figures(run)
-    assert {f"{name}, K = {k}" for name in ("accuracy", "κ before RL") for k in ks} <= set(found)
-    assert found["compliance, training"] is not None
 
 
 def test_greedy_evaluations_come_from_rl(finished, small):

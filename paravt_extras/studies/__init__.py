@@ -1,1 +1,0 @@
-"""Studies that compare several runs."""
