@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
 from collections.abc import Mapping, Sequence
-
-WIDTH = 120
-"""Columns at which notes are wrapped."""
 
 Figures = Mapping[str, float | None]
 """Figures of a run, by the name of their line; None: not measured."""
@@ -47,11 +43,6 @@ def table_of_figures(groups: Mapping[str, Sequence[Figures]]) -> str:
         if any(value is not None for values in columns for value in values):
             lines.append([name, *map(over_runs, columns)])
     return table(["", *groups], lines)
-
-
-def wrapped(note: str) -> str:
-    """Return a note below a table, such as "- text", in lines of at most `WIDTH` columns."""
-    return textwrap.fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Statistics of scores: intervals of a mean and of a difference, and a test for paired answers.
+"""Statistics of scores: intervals of a mean and of a difference.
 
 Questions about one video are not independent. Both intervals therefore work with an effective
 number of questions: the number of independent questions that would give the mean the same variance
@@ -73,17 +73,6 @@ def interval_of_difference(gains: Sequence[float], clusters: Sequence[str]) -> t
     square = (effective * float((values**2).mean()) + 2) / count
     half = _quantile(videos) * math.sqrt((square - mean**2) / count)
     return max(-1.0, mean - half), min(1.0, mean + half)
-
-
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Compute the two-sided p-value of McNemar's exact test.
-
-    Args:
-        only_first: number of questions that the first run alone got right.
-        only_second: number of questions that the second run alone got right.
-    """
-    tail = special.bdtr(min(only_first, only_second), only_first + only_second, 0.5)
-    return min(1.0, 2 * float(tail))
 
 
 def _design_effect(values: Float64[np.ndarray, "n"], videos: Int64[np.ndarray, "n"]) -> float:

@@ -1,7 +1,8 @@
 """Opens a page over all episodes: `python -m rollout.view RUN|EVALUATION [OTHER]`.
 
 The page filters and sorts them, shows the same question over the steps of a run and in two runs
-side by side, and writes a selection as one page or as ATIF.
+side by side, and writes a selection as one page or as ATIF. With two folders, it begins with the
+change of the mean score, which is printed to stderr, too.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from rollout.report.episode_card import episode_card
 from rollout.report.templates import environment
 from rollout.serve.guard import Guard
 from rollout.view.atif import trajectory
+from rollout.view.change import changes
 from rollout.view.index import Folder, Record, Row
 
 _HERE = pathlib.Path(__file__).parent
@@ -90,6 +92,10 @@ class Viewer:
         """Return the rows of all episodes."""
         return [row for folder in self._folders.values() for row in folder.rows()]
 
+    def changes(self) -> list[str]:
+        """Return how scores change from the first folder to the second one, as lines of text."""
+        return [*changes(*self._folders.values())] if len(self._folders) > 1 else []
+
     def atif(self, keys: Iterable[str]) -> Iterator[str]:
         """Yield episodes as lines of ATIF."""
         for key in keys:
@@ -97,7 +103,8 @@ class Viewer:
 
     def _page(self, request: Request) -> Response:
         template = environment(_HERE).get_template("view.html.jinja")
-        return HTMLResponse(template.render(names=[*self._folders], most=_MOST_CARDS))
+        page = template.render(names=[*self._folders], changes=self.changes(), most=_MOST_CARDS)
+        return HTMLResponse(page)
 
     def _file(self, request: Request) -> Response:
         """Send the script or the style sheet of the page."""
@@ -183,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = tyro.cli(Settings, args=argv, prog="python -m rollout.view", description=__doc__)
     try:
         viewer = open_folders(settings)
+        print(*viewer.changes(), sep="\n", end="\n" * bool(settings.other), file=sys.stderr)
         if settings.atif:
             with open(settings.atif, "w", encoding="utf-8") as file:
                 file.writelines(viewer.atif(row.key for row in viewer.rows()))

@@ -48,8 +48,9 @@ class Row(NamedTuple):
     question: str
     id: str
     """The question's id."""
+    video: str
     same: str
-    """Equal for episodes of one question with the same options and answer."""
+    """Equal for episodes of one question about one video, with the same options and answer."""
 
 
 class Folder:
@@ -68,6 +69,8 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str], name: str):
         self.root = pathlib.Path(path).resolve()
         self.name = name
+        self.identities: dict[str, Record] = {}
+        """The settings of evaluations that decide answers, by benchmark."""
         self._places: dict[str, tuple[pathlib.Path, int]] = {}
         self._state: list[tuple[pathlib.Path, int]] = []
         self._rows: list[Row] = []
@@ -125,7 +128,9 @@ class Folder:
                 for place, head, _ in read_heads(file, "content"):
                     lines.append(head | {"at": (file, place)})
         for folder, lines in evaluations.items():
-            benchmark = read_json(folder / "config.json")["identity"].get("benchmark", folder.name)
+            identity = read_json(folder / "config.json")["identity"]
+            benchmark = identity.get("benchmark", folder.name)
+            self.identities[benchmark] = identity
             for head in latest(lines).values():
                 if "left_out" not in head:
                     yield *head["at"], head | {"phase": benchmark}
@@ -140,6 +145,8 @@ def _counts(turns: bytes) -> Record:
 def _row(key: str, folder: str, head: Record) -> Row:
     question, rewards = head["question"], head.get("rewards", {})
     answer = head["answer"]
+    # Two runs have the same video in folders of their own.
+    asked = [question, pathlib.PurePath(head["video"]).name]
     return Row(
         key,
         folder,
@@ -157,5 +164,6 @@ def _row(key: str, folder: str, head: Record) -> Row:
         answer and answer[:_SHOWN],
         question["text"][-_SHOWN:].strip(),
         question["id"],
-        hashlib.blake2b(json.dumps(question).encode(), digest_size=8).hexdigest(),
+        head["video"],
+        hashlib.blake2b(json.dumps(asked).encode(), digest_size=8).hexdigest(),
     )

@@ -72,7 +72,7 @@ def test_the_2b_notebook_trains_adapters_and_compares_them(tmp_path, monkeypatch
     text = printed(notebook)
     for phase in ("before", "after"):
         assert re.search(rf"{phase} +K = +4 +accuracy \d\.\d\d  crops per question \d", text)
-    assert "questions played by both" in text
+    assert re.search(r"\[[-+]\d+\.\d, \+\d+\.\d\] on \d questions", text)
     pages = [
         output["data"]["text/html"]
         for cell in notebook.cells

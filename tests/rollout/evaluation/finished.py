@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 from rollout.evaluation.settings import BenchmarkSettings
-from rollout.evaluation.summary import summarise
 
 
 def line(id, score, video="v", **fields):
+    asked = {"text": "Which?", "options": ["a", "b"], "answer": "B"}
     made = {
         "id": id,
         "columns": {},
@@ -27,11 +27,16 @@ def line(id, score, video="v", **fields):
         "duration": "short",
         "tasks": ["t"],
         "subtitles": None,
-        "question": {"text": "Which?", "options": ["a", "b"], "answer": "B"},
+        "k": 64,
+        "dispatch": "parallel",
+        "temperature": 0.0,
+        "answer": "B",
+        "rewards": {"accuracy": score},
         **fields,
     }
+    made["question"] = {"id": id, "kind": made["kind"], **asked, **fields.get("question", {})}
     # In place of a hash.
-    return made | {"content": json.dumps([made[n] for n in ("id", "video", "kind", "question")])}
+    return made | {"content": json.dumps([made["video"], made["question"]])}
 
 
 def left_out(id, video, cause="missing"):
@@ -46,11 +51,9 @@ def config(benchmark="videomme", **fields):
 
 
 def folder(path, lines, **fields):
-    """The folder of a run on a split of six questions."""
+    """The folder of an evaluation."""
     path.mkdir(parents=True)
     contents = [one["content"] for one in lines]
     (path / "config.json").write_text(json.dumps(config(**fields) | {"questions": contents}))
     (path / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    summary = summarise(config(**fields), lines, 6, {})
-    (path / "summary.json").write_text(json.dumps(summary))
     return path

@@ -1,18 +1,11 @@
-"""Summaries and comparisons agree with the lines that they are made of."""
+"""Summaries agree with the lines that they are made of."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from paravt_extras.compare import compare, comparison_text
-from rollout.evaluate import main
-from rollout.evaluation.folder import FolderError
 from rollout.evaluation.summary import MOST_VALUES, has_failed, report, summarise
-from tests.rollout.evaluation.finished import config, folder, left_out, line
-
-# --- summaries ---
+from tests.rollout.evaluation.finished import config, left_out, line
 
 
 def test_a_summary_has_the_figures_of_its_lines():
@@ -80,89 +73,3 @@ def test_figures_are_given_by_columns_with_few_values():
         groups = summarise(config(), lines, values, {})["by_column"]
         expected = {f"of: {n}": n % 2 for n in range(values) if values == MOST_VALUES}
         assert {name: group["score"] for name, group in groups.items()} == expected
-
-
-# --- comparisons ---
-
-
-def test_two_runs_are_compared_question_by_question(tmp_path):
-    lines_a = [line(str(i), float(i < 4), f"v{i}") for i in range(10)]
-    lines_b = [line(str(i), float(i in (0, 5, 6, 7, 8, 9)), f"v{i}") for i in range(10)]
-    first = folder(tmp_path / "a", [*lines_a, line("x", 1.0), left_out("y", "gone")])
-    second = folder(tmp_path / "b", [*lines_b, line("y", 1.0)], k=16)
-    comparison = compare(first, second)
-    assert (comparison["made_with"], comparison["not_shared"]) == ({"k": [64, 16]}, 2)
-    (figures,) = comparison["kinds"].values()
-    counts = [figures[name] for name in ("both_right", "only_first", "only_second", "both_wrong")]
-    assert (figures["questions"], counts) == (10, [1, 3, 5, 1])
-    assert figures["only_first_ids"] == ["1", "2", "3"]
-    assert figures["only_second_ids"] == ["5", "6", "7", "8", "9"]
-    assert figures["scores"] == [0.4, 0.6]
-    assert figures["difference"] == pytest.approx(0.2)
-    low, high = figures["interval"]
-    assert -1 < low < 0.2 < high < 1
-    assert figures["mcnemar_p"] == pytest.approx(2 * (1 + 8 + 28 + 56) / 256)
-    text = comparison_text(first, second, comparison)
-    for words in ("+20.0", "0.727", "k: A 64, B 16"):
-        assert words in text
-
-
-def test_a_comparison_warns_if_few_videos_differ(tmp_path):
-    def run(name, better):
-        scores = [line(str(i), float(i < better), f"v{i // 2}") for i in range(60)]
-        return folder(tmp_path / name, scores)
-
-    base, near, far = run("base", 20), run("near", 38), run("far", 39)
-    text = " ".join(comparison_text(base, near, compare(base, near)).split())
-    assert "warning: scores of multiple choice differ on 9 of 30 videos" in text
-    assert "warning" not in comparison_text(base, far, compare(base, far))
-
-
-def test_kinds_are_not_averaged_in_a_comparison_and_judges_not_mixed(tmp_path):
-    def run(name, choice, overlap, judge):
-        lines = [line("c", choice), line("g", overlap, kind="tvg"), line("o", 0.5, kind="oe")]
-        return folder(tmp_path / name, lines, judge=judge)
-
-    first, second = run("a", 1.0, 0.2, "j"), run("b", 0.0, 0.6, "j")
-    kinds = compare(first, second)["kinds"]
-    differences = {kind: figures["difference"] for kind, figures in kinds.items()}
-    assert differences == pytest.approx({"mcq": -1.0, "tvg": 0.4, "oe": 0.0})
-    assert "oe" not in compare(first, run("c", 1.0, 0.2, "other"))["kinds"]
-
-
-# What differs under the id "x" of two runs.
-OTHERS = [
-    {"video": "w"},
-    {"question": {"text": "Who?", "options": ["a", "b"], "answer": "B"}},
-    {"question": {"text": "Which?", "options": ["a", "c"], "answer": "A"}},
-    {"kind": "oe", "question": {"text": "Which?", "options": [], "answer": "b"}},
-]
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_different_questions_under_one_id_are_not_compared(other, tmp_path):
-    first = folder(tmp_path / "a", [line("1", 1.0), line("x", 0.0)], questions="h0")
-    second = folder(tmp_path / "b", [line("1", 0.0), line("x", 1.0, **other)], questions="h1")
-    comparison = compare(first, second)
-    assert [figures["questions"] for figures in comparison["kinds"].values()] == [1]
-    assert comparison["not_shared"] == 2
-
-
-def test_runs_without_anything_in_common_are_not_compared(tmp_path):
-    one = folder(tmp_path / "a", [line("1", 1.0)])
-    with pytest.raises(ValueError, match="is videomme, .* is mlvu"):
-        compare(one, folder(tmp_path / "b", [line("1", 1.0)], benchmark="mlvu"))
-    with pytest.raises(ValueError, match="in common"):
-        compare(one, folder(tmp_path / "c", [line("2", 1.0)]))
-    with pytest.raises(FolderError, match="nowhere/config.json: no such file"):
-        compare(one, tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="a is given twice"):
-        compare(one, tmp_path / "b" / ".." / "a")
-
-
-def test_the_command_compares(tmp_path, capsys):
-    first, second = (folder(tmp_path / name, [line("1", 1.0)]) for name in "ab")
-    assert main(["--compare", str(first), str(second), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == compare(first, second)
-    assert main(["--compare", str(first), str(second)]) == 0
-    assert "multiple choice" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Intervals and tests agree with published formulas, and keep what they promise."""
+"""Intervals agree with published formulas, and keep what they promise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from rollout.evaluation.statistics import interval, interval_of_difference, mcnemar
+from rollout.evaluation.statistics import interval, interval_of_difference
 
 Z = 1.959963984540054
 
@@ -107,12 +107,3 @@ def test_an_interval_of_a_mean_encloses_it(pairs):
     assert 0 <= low <= np.mean(values) + 1e-12
     assert np.mean(values) - 1e-12 <= high <= 1
     assert high > low
-
-
-# --- the test ---
-
-
-@pytest.mark.parametrize(("first", "second"), [(0, 0), (3, 3), (0, 5), (1, 5), (5, 1), (170, 230)])
-def test_mcnemar_is_the_exact_binomial_test(first, second):
-    wanted = stats.binomtest(first, first + second).pvalue if first + second else 1.0
-    assert mcnemar(first, second) == pytest.approx(wanted)

@@ -18,10 +18,13 @@ from rollout.agent.episode import EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import run
 from rollout.evaluation.folder import FolderError, read_heads
+from rollout.evaluation.statistics import interval_of_difference
 from rollout.view.__main__ import Settings, Viewer, main, open_folders
 from rollout.view.atif import trajectory
+from rollout.view.change import changes
 from rollout.view.index import Folder
 from tests.browser import opened, served
+from tests.rollout.evaluation import finished
 from tests.turns import score
 
 HOSTILE = 'a"], "answer": "<script>alert(1)</script>", "turns": [ü'
@@ -114,6 +117,48 @@ def test_a_folder_without_episodes_ends_the_command_with_one_line(tmp_path, caps
         open_folders(Settings(str(tmp_path)))
 
 
+def evaluation(path, scores, **fields):
+    """An evaluation with a question for each score, three about each video."""
+    lines = [
+        finished.line(n, score, **{"video": f"{n // 3}.mp4", **fields})
+        for n, score in enumerate(scores)
+    ]
+    return Folder(finished.folder(path, lines, k=lines[0]["k"]), path.name)
+
+
+def test_scores_are_compared_on_the_questions_that_two_folders_have(tmp_path):
+    first = evaluation(tmp_path / "a", [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+    second = evaluation(tmp_path / "b", [1.0, 1.0, 0.0, 1.0, 0.0, 0.0], k=16)
+    ends = interval_of_difference([0.0, 1.0, 0.0, 1.0, 0.0, 0.0], [*"aaabbb"])
+    low, high = (f"{100 * end:+.1f}" for end in ends)
+    setting = "videomme, mcq, K = 16, parallel, temperature 0.0"
+    change = f"{setting}: +33.3 [{low}, {high}] on 6 questions"
+    assert [*changes(first, second)] == ["videomme: k 64 → 16", change]
+
+
+@pytest.mark.parametrize("other", [{"video": "w.mp4"}, {"question": {"text": "Who?"}}])
+def test_other_questions_under_one_id_are_not_compared(other, tmp_path):
+    first, second = evaluation(tmp_path / "a", [1.0]), evaluation(tmp_path / "b", [0.0], **other)
+    assert not [*changes(first, second)]
+
+
+def test_the_last_evaluation_of_a_run_is_compared_for_each_k(episodes, tmp_path, capsys):
+    """Evaluations before it and rollouts of training are not."""
+    for name, accuracy in (("a", 0.5), ("b", 1.0)):
+        wrong = [("before", 0, 0.0), ("rl", 9, 0.0)]
+        lines = [
+            record | {"phase": phase, "step": step, "rewards": {"accuracy": score}}
+            for phase, step, score in [("after", 8, accuracy), *wrong]
+            for _, record in episodes
+        ]
+        write_lines(tmp_path / name / "episodes.jsonl", lines)
+    output = ["--atif", str(tmp_path / "all.jsonl")]
+    assert main([str(tmp_path / "a"), str(tmp_path / "b"), *output]) == 0
+    shown = capsys.readouterr().err.splitlines()
+    settings = [f"evaluation, mcq, K = {k}, parallel, temperature 0.7" for k in (16, 4)]
+    assert [line.partition(" [")[0] for line in shown] == [f"{s}: +50.0" for s in settings]
+
+
 def test_an_episode_is_drawn_and_its_texts_are_escaped(client, run_dir):
     rows = Folder(run_dir, "mine").rows()
     page = client.get("/data/episode", params={"key": rows[2].key}).text
@@ -201,6 +246,7 @@ def test_the_page_in_a_browser(browser, episodes, run_dir, tmp_path):
     with served(app) as address, opened(browser, address, viewport=phone) as page:
         page.wait_for_selector("#rows tr")
         assert page.locator("#rows tr").count() == 16
+        assert page.locator("#list li").count() == 2  # changes of the score, for each K
         page.keyboard.press("/")
         page.keyboard.type("script")
         assert page.locator("#rows tr").count() == 8
