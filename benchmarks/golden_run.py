@@ -37,7 +37,7 @@ from configs import RECIPES
 from models.fingerprint import fingerprint
 from models.sharding import Lowering
 from paravt_jax.data import tokenizer_file, video
-from paravt_jax.method.parsing import rewrite_calls
+from paravt_jax.method.conversations import rewrite_calls
 from paravt_jax.method.protocol import render_call
 from paravt_jax.method.records import CropCall, digest
 from paravt_jax.method.tokenizer import Vocabulary

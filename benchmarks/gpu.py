@@ -47,7 +47,6 @@ from benchmarks.model import machine
 from configs.lora import paravt_2b_lora
 from models.attention import RowLayout, attend
 from models.compilation import compile_ahead
-from models.config import forward_flops
 from models.devices import reported_memory, reserve_memory, reuse_freed_memory
 from models.model import VisionLanguageModel
 from models.sharding import make_mesh
@@ -69,7 +68,14 @@ from train.learn.packing import GroupLengths
 from train.learn.rl import Learner
 from train.learn.rollouts import Actor, begin, draw_budgets, roll_out
 from train.learn.sft import SFTBatches, make_sft_updater, sft_step
-from train.learn.speed import peak_flops, real_tokens, score_flops, speeds, visible_pairs
+from train.learn.speed import (
+    forward_flops,
+    peak_flops,
+    real_tokens,
+    score_flops,
+    speeds,
+    visible_pairs,
+)
 from train.model import take_apart
 from train.prepare import prepare
 from train.rl import rl_step

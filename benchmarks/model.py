@@ -38,7 +38,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from models.attention import PagedCache
-from models.config import ModelConfig, VisionConfig, flops_per_token
+from models.config import ModelConfig, VisionConfig
 from models.devices import reuse_freed_memory
 from models.family import family
 from models.qwen3_vl.config import Qwen3VLConfig
@@ -48,6 +48,7 @@ from models.text import VisualBank
 from models.weights import hf
 from models.weights.hf_config import to_hf
 from paravt_jax.data.any_path import require_local
+from train.learn.speed import flops_per_token
 
 JOBS = {"prefill": 3, "decode": 3, "train": 2}
 """Timed calls of each job per round."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -155,21 +154,6 @@ class TextConfig:
             return self.intermediate_size
         return self.experts.num_experts_per_tok * self.experts.moe_intermediate_size
 
-    @property
-    def dispatched(self) -> int:
-        """Numbers per token that go to its experts and back, on every device of `tensor`."""
-        if self.experts is None:
-            return 0
-        return 2 * self.experts.num_experts_per_tok * self.hidden_size
-
-    @property
-    def mlp_weights(self) -> int:
-        """Weights of a layer's MLP, or of its router and all experts."""
-        if self.experts is None:
-            return 3 * self.hidden_size * self.intermediate_size
-        each = 3 * self.hidden_size * self.experts.moe_intermediate_size
-        return self.experts.num_experts * (self.hidden_size + each)
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -200,47 +184,3 @@ class ModelConfig:
             f"vision: {vision.levels} DeepStack levels need a text layer each; "
             f"tap at most {text.num_hidden_layers} layers",
         )
-
-    def require_ids(self, ids: Mapping[str, int | None], prefix: str = "") -> None:
-        """Raise ValueError if a tokenizer has other ids, given by the names of their fields."""
-        for field, known in ids.items():
-            own = getattr(self, field)
-            require(
-                known == own,
-                f"{prefix}config.{field} = {own}: {known} in the tokenizer; use one folder",
-            )
-
-
-# --- floating-point operations; only matrix products are counted ---
-
-
-def flops_per_token(config: ModelConfig, context: float) -> float:
-    """Return the forward FLOPs of the decoder and its head for one token that attends to `context`
-    positions.
-
-    The backward pass takes twice as many.
-    """
-    c = config.text
-    # Weights per layer: q and o, k and v, and the three matrices of the MLP.
-    heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
-    router = 0 if c.experts is None else c.experts.num_experts
-    layer = c.hidden_size * (heads + 3 * c.mlp_width + router)
-    # q k^T and the weighted sum of v. Each takes head_dim products per query head and position.
-    attention = 2 * c.num_attention_heads * c.head_dim * context
-    # A multiplication and an addition per weight.
-    return 2.0 * (c.num_hidden_layers * (layer + attention) + c.vocab_size * c.hidden_size)
-
-
-def forward_flops(config: ModelConfig, tokens: float, with_logits: float, pairs: float) -> float:
-    """Return the forward FLOPs of the decoder for a batch.
-
-    Args:
-        config: sizes of the model.
-        tokens: tokens that go through the layers.
-        with_logits: tokens that go through the head.
-        pairs: pairs of a token and one that it attends to, itself included.
-    """
-    head = 2.0 * config.text.vocab_size * config.text.hidden_size
-    layers = flops_per_token(config, 0.0) - head
-    pair = flops_per_token(config, 1.0) - flops_per_token(config, 0.0)
-    return tokens * layers + with_logits * head + pairs * pair

@@ -76,15 +76,6 @@ class Adapter(nnx.Module):
         a = self.a[...]
         return product(product(x, a.reshape(-1, a.shape[-1])) * self.scale, self.b[...])
 
-    def update(self) -> Float[Array, "l i ..."]:
-        """Return scale * A B of every layer, in float32 and in the shape of the matrices."""
-        a, b = self.a[...], self.b[...]
-        layers, *inputs, rank = a.shape
-        down = a.reshape(layers, -1, rank).astype(jnp.float32)
-        up = b.reshape(layers, rank, -1).astype(jnp.float32)
-        product = jnp.matmul(down * self.scale, up, precision="highest")
-        return product.reshape(layers, *inputs, *b.shape[2:])
-
 
 def matrices(decoder: TextDecoder) -> dict[str, nnx.Variable]:
     """Return the matrices of a decoder's layers, by name."""
@@ -117,23 +108,6 @@ def add_adapters(decoder: TextDecoder, settings: LoRASettings, seed: int) -> Non
     for name in settings.targets or weights:
         own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         decoder.layers.adapters[name] = Adapter(weights[name], settings, own_key)
-
-
-def merge_adapters(decoder: TextDecoder) -> None:
-    """Add the adapters to their matrices, and remove them.
-
-    Sums are rounded to the type of the matrices: merge bfloat16 weights only for export.
-    """
-
-    @jax.jit
-    def merged(value: jax.Array, adapter: Adapter) -> jax.Array:
-        return (value.astype(jnp.float32) + adapter.update()).astype(value.dtype)
-
-    weights = matrices(decoder)
-    for name, adapter in decoder.layers.adapters.items():
-        value = weights[name].get_value()
-        weights[name].set_value(jax.device_put(merged(value, adapter), value.sharding))
-    decoder.layers.adapters = nnx.Dict()
 
 
 def cast(weights: Any, dtype: DTypeLike) -> Any:

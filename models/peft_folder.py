@@ -20,15 +20,18 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from models.config import ModelConfig
 from models.fingerprint import fingerprint
-from models.lora import LoRASettings, add_adapters, cast, matrices
+from models.lora import Adapter, LoRASettings, add_adapters, cast, matrices
 from models.model import VisionLanguageModel, abstract_model
+from models.text import TextDecoder
 from models.trained import TrainVision, part_of
 from models.weights import folder as hf_folder
 from models.weights import hf
@@ -367,3 +370,30 @@ def _require_base(folder: Path, base: Path, model: VisionLanguageModel) -> None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     return foreign.read_object(file, "save the adapters again")
+
+
+def merge_adapters(decoder: TextDecoder) -> None:
+    """Add the adapters to their matrices, and remove them.
+
+    Sums are rounded to the type of the matrices: merge bfloat16 weights only for export.
+    """
+
+    @jax.jit
+    def merged(value: jax.Array, adapter: Adapter) -> jax.Array:
+        return (value.astype(jnp.float32) + _update(adapter)).astype(value.dtype)
+
+    weights = matrices(decoder)
+    for name, adapter in decoder.layers.adapters.items():
+        value = weights[name].get_value()
+        weights[name].set_value(jax.device_put(merged(value, adapter), value.sharding))
+    decoder.layers.adapters = nnx.Dict()
+
+
+def _update(adapter: Adapter) -> Float[Array, "l i ..."]:
+    """Return scale * A B of every layer, in float32 and in the shape of the matrices."""
+    a, b = adapter.a[...], adapter.b[...]
+    layers, *inputs, rank = a.shape
+    down = a.reshape(layers, -1, rank).astype(jnp.float32)
+    up = b.reshape(layers, rank, -1).astype(jnp.float32)
+    product = jnp.matmul(down * adapter.scale, up, precision="highest")
+    return product.reshape(layers, *inputs, *b.shape[2:])

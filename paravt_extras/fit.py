@@ -35,6 +35,7 @@ from jax.sharding import AbstractMesh
 
 from configs import RECIPES
 from models.attention import TILE
+from models.config import TextConfig
 from models.devices import require_type, reserve_memory
 from models.family import REHEARSAL
 from models.layers import Remat
@@ -359,6 +360,19 @@ def _numbers(tree: Any) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
+def _dispatched(text: TextConfig) -> int:
+    """Return the numbers per token that go to its experts and back, on every device of `tensor`."""
+    return 0 if text.experts is None else 2 * text.experts.num_experts_per_tok * text.hidden_size
+
+
+def _mlp_weights(text: TextConfig) -> int:
+    """Return the number of weights of a layer's MLP, or of its router and all experts."""
+    if text.experts is None:
+        return 3 * text.hidden_size * text.intermediate_size
+    each = 3 * text.hidden_size * text.experts.moe_intermediate_size
+    return text.experts.num_experts * (text.hidden_size + each)
+
+
 def device_bytes(tree: Any) -> float:
     """Return the bytes of sharded arrays on one device."""
     shards = [(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree)]
@@ -453,13 +467,13 @@ class _Memory:
             # All intermediate results.
             "none": inputs + attention + 2 * products,
         }[policy]
-        computed = 6 * text.mlp_width + 2 * text.dispatched + 5 * max(inputs, attention)
+        computed = 6 * text.mlp_width + 2 * _dispatched(text) + 5 * max(inputs, attention)
         numbers = text.num_hidden_layers * kept + computed
         if not self.devices.tpu:
             # Scores of a tile of queries and their gradients, in float32.
             numbers += 16 * TILE * text.num_attention_heads / tensor / self.itemsize
         # The weights of a layer are gathered for forward and backward pass, with their gradients.
-        layer = text.hidden_size * (2 * attention + keys_and_values) + text.mlp_weights
+        layer = text.hidden_size * (2 * attention + keys_and_values) + _mlp_weights(text)
         # Every device has all weights of the trained vision tower, and their gradient.
         vision = 2 * 4 * (_numbers(self.trained) - _numbers(self.text))
         return max(self.itemsize * (tokens * numbers + 3 * layer / tensor), vision)
@@ -478,7 +492,7 @@ class _Memory:
         layer; or what decoding takes, if that is more."""
         text, tokens, own = self.config.text, sizes.prefill_tokens, self.engine_devices
         queries = text.num_attention_heads * text.head_dim
-        numbers = 2 * text.hidden_size + text.dispatched + (text.mlp_width + queries) / own
+        numbers = 2 * text.hidden_size + _dispatched(text) + (text.mlp_width + queries) / own
         # Visual vectors are copied to another layout, and there are zeros for calls without any.
         prefill = 3 * tokens * self.vector + tokens * numbers * self.itemsize
         logits = 16 * sizes.slots * text.vocab_size / own

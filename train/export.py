@@ -25,9 +25,9 @@ from flax import nnx
 
 from models.family import family_of
 from models.features import FrameSettings
-from models.lora import LoRASettings, add_adapters, cast, merge_adapters
+from models.lora import LoRASettings, add_adapters, cast
 from models.model import VisionLanguageModel, abstract_model
-from models.peft_folder import base_fingerprint
+from models.peft_folder import base_fingerprint, merge_adapters
 from models.trained import trained_state
 from models.weights.hf import load
 from models.weights.hf_config import from_hf

@@ -176,7 +176,13 @@ def check_vocabulary(config: ModelConfig, vocabulary: Vocabulary, path: str) -> 
             f"only {config.text.vocab_size}; "
             "tokenizer.json belongs to another model: download it again"
         )
-    config.require_ids(vocabulary.visual_ids, f"model.path: {path}, ")
+    for field, known in vocabulary.visual_ids.items():
+        own = getattr(config, field)
+        if known != own:
+            raise ValueError(
+                f"model.path: {path}, config.{field} = {own}: {known} in the tokenizer; "
+                "use one folder"
+            )
 
 
 def weights_hash_of(path: str) -> str:

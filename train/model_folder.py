@@ -17,9 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models.config import ModelConfig
 from models.family import family_of
 from models.features import FrameSettings
-from models.lora import merge_adapters
 from models.model import VisionLanguageModel
-from models.peft_folder import save_adapters
+from models.peft_folder import merge_adapters, save_adapters
 from models.sharding import require_mesh
 from models.trained import split_vision
 from models.weights.folder import CONFIG, local_folder, read_companions

@@ -46,7 +46,6 @@ from train.durable.run_folder import RunFolder, begin_with, read_config
 from train.durable.saver import Home, Saver
 from train.evaluations import Evaluator
 from train.learn.align import CaptionedFrames, align
-from train.learn.placement import require_even
 from train.learn.rl import Learner
 from train.learn.rollouts import draw_budgets
 from train.learn.sft import SFTBatches
@@ -115,7 +114,7 @@ def execute(
     config |= {"fitted": fitted.chosen}
     hosts.require_same("the run's settings", config)
     mesh = make_mesh(*run.mesh.sizes)
-    require_even(mesh)
+    cluster.require_even(mesh)
     require_model(run)
     with contextlib.ExitStack() as stack:
         judge = None

@@ -6,6 +6,7 @@ import dataclasses
 
 from models.config import TextConfig
 from models.qwen2_5_vl.config import Qwen25VLConfig, Qwen25VLVisionConfig
+from models.qwen3_vl.sizes import tiny_text
 
 _TOWER = Qwen25VLVisionConfig(
     hidden_size=1280,
@@ -90,20 +91,7 @@ def tiny(vocab_size: int) -> Qwen25VLConfig:
         window_size=28,
         fullatt_block_indexes=(1,),
     )
-    text = dataclasses.replace(
-        _TEXT,
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        mrope_section=(4, 6, 6),
-        rope_theta=10_000.0,
-        tie_word_embeddings=True,
-    )
-    return Qwen25VLConfig(vision, text)
+    return Qwen25VLConfig(vision, tiny_text(_TEXT, vocab_size, (4, 6, 6)))
 
 
 SIZES = {**{size: qwen2_5_vl(size) for size in _PUBLISHED}, "rehearsal": _rehearsal()}

@@ -100,8 +100,15 @@ def tiny(vocab_size: int) -> Qwen3VLConfig:
         num_position_embeddings=4,
         deepstack_visual_indexes=(0,),
     )
-    text = dataclasses.replace(
-        _TEXT,
+    return Qwen3VLConfig(vision, tiny_text(_TEXT, vocab_size, (6, 5, 5)))
+
+
+def tiny_text(
+    published: TextConfig, vocab_size: int, mrope_section: tuple[int, int, int]
+) -> TextConfig:
+    """Return the decoder of a laptop model, of the kind of a published one."""
+    return dataclasses.replace(
+        published,
         vocab_size=vocab_size,
         hidden_size=128,
         intermediate_size=256,
@@ -109,11 +116,10 @@ def tiny(vocab_size: int) -> Qwen3VLConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        mrope_section=(6, 5, 5),
+        mrope_section=mrope_section,
         rope_theta=10_000.0,
         tie_word_embeddings=True,
     )
-    return Qwen3VLConfig(vision, text)
 
 
 SIZES = {**{size: qwen3_vl(size) for size in _PUBLISHED}, "rehearsal": _rehearsal()}

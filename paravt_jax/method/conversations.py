@@ -6,13 +6,14 @@ that an agent in an episode would see and write.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paravt_jax.method.parsing import rewrite_calls
+from paravt_jax.method.parsing import JSON_CALLS, CallSyntax, block_spans, find_tags
 from paravt_jax.method.protocol import PINNED, Protocol, system_text
 from paravt_jax.method.records import Author, Frame, Segment, Trajectory
 from paravt_jax.method.wording import ANSWER_NOW
@@ -185,3 +186,14 @@ def _render_content(
 def _segment(pieces: Sequence[np.ndarray], author: Author, turns: Sequence[ChatTurn]) -> Segment:
     frames = tuple(frame for turn in turns for clip in turn.clips for frame in clip.frames)
     return Segment(np.concatenate(pieces), author, frames=frames)
+
+
+def rewrite_calls(text: str, syntax: CallSyntax) -> str:
+    """Write the calls of a stored response in another syntax; those that cannot be read stay."""
+    for opening, closing in reversed(block_spans(find_tags(text), "tool_call")):
+        with contextlib.suppress(ValueError):
+            name, arguments = JSON_CALLS.read(text[opening.end : closing.start])
+            if arguments is not None:
+                call = syntax.write(name, arguments)
+                text = f"{text[: opening.end]}\n{call}\n{text[closing.start :]}"
+    return text

@@ -12,7 +12,6 @@ no text, and they neither execute nor open anything that the model wrote.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -174,17 +173,6 @@ def block_spans(tags: Sequence[Tag], name: str) -> list[tuple[Tag, Tag]]:
             spans.append((opened, tag))
         opened = None if tag.closing else tag
     return spans
-
-
-def rewrite_calls(text: str, syntax: CallSyntax) -> str:
-    """Write the calls of a stored response in another syntax; those that cannot be read stay."""
-    for opening, closing in reversed(block_spans(find_tags(text), "tool_call")):
-        with contextlib.suppress(ValueError):
-            name, arguments = JSON_CALLS.read(text[opening.end : closing.start])
-            if arguments is not None:
-                call = syntax.write(name, arguments)
-                text = f"{text[: opening.end]}\n{call}\n{text[closing.start :]}"
-    return text
 
 
 def extract_answer(text: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import io
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import jax
+from jax.sharding import Mesh
 
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import (
@@ -164,6 +166,27 @@ _XLA_ERROR = re.compile(
     "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|NOT_FOUND|UNAVAILABLE"
     "|UNKNOWN): "
 )
+
+
+def require_even(mesh: Mesh) -> None:
+    """Raise ValueError, on every process, unless rows divide equally over the processes."""
+    order = [device.process_index for device in mesh.devices.flat]
+    if order != sorted(order):
+        raise ValueError(
+            "JAX_PROCESS_ID: the processes of a slice are not numbered one after another; give "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, slice by slice"
+        )
+    devices = collections.Counter(order)
+    all_take_part = len(devices) == jax.process_count()
+    equal = len(set(devices.values())) == 1
+    if not all_take_part or not equal or mesh.shape["data"] * mesh.shape["fsdp"] % len(devices):
+        taken = " + ".join(str(devices[process]) for process in range(jax.process_count()))
+        raise ValueError(
+            f"--mesh.data {mesh.shape['data']} --mesh.fsdp {mesh.shape['fsdp']} "
+            f"--mesh.tensor {mesh.shape['tensor']}: takes {taken} devices of the "
+            f"{jax.process_count()} processes; use the same number of devices of each process, and "
+            f"make --mesh.data times --mesh.fsdp a multiple of {jax.process_count()}"
+        )
 
 
 def is_lost(error: Exception) -> bool:

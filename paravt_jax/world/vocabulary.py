@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from paravt_jax.method.parsing import parse_calls, rewrite_calls
+from paravt_jax.method.conversations import rewrite_calls
+from paravt_jax.method.parsing import parse_calls
 from paravt_jax.method.protocol import ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import CropCall, FailedCall
 from paravt_jax.method.tokenizer import Dialect, Vocabulary, byte_characters

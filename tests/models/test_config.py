@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from models.config import flops_per_token
 from models.family import family
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.weights.hf_config import from_hf, to_hf
+from train.learn.speed import flops_per_token
 
 
 @pytest.mark.parametrize("config", [tiny(300), *map(qwen3_vl, ("2b", "32b"))])

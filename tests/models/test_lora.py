@@ -13,7 +13,8 @@ from flax import nnx
 
 from models.config import TextConfig
 from models.fingerprint import fingerprint
-from models.lora import LoRASettings, add_adapters, merge_adapters, split
+from models.lora import LoRASettings, add_adapters, split
+from models.peft_folder import merge_adapters
 from models.qwen3_vl.sizes import tiny
 from models.text import TextDecoder
 

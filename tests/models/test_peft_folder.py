@@ -13,8 +13,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models import peft_folder
-from models.lora import LoRASettings, add_adapters, merge_adapters
+from models.lora import LoRASettings, add_adapters
 from models.model import VisionLanguageModel
+from models.peft_folder import merge_adapters
 from models.weights import hf
 from models.weights.hf_config import from_hf
 from models.weights.hf_layout import tensor_layouts, tensor_shapes

@@ -15,13 +15,14 @@ from jax.extend.core import jaxprs_in_params
 from benchmarks.model import vision_flops
 from models.attention import PagedCache
 from models.attention.paged import BLOCK
-from models.config import ModelConfig, flops_per_token
+from models.config import ModelConfig
 from models.family import family
 from models.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
 from models.weights import hf_layout
 from models.weights.hf_config import from_hf, to_hf
 from tests.models.counts import num_params
+from train.learn.speed import flops_per_token
 
 # From transformers 5.23 on the meta device: number of tensors and of parameters, and the digest of
 # the sorted lines `name shape`.

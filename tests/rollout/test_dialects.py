@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.qwen3_vl.dialect import DIALECT as CHATML
-from paravt_jax.method.conversations import render
-from paravt_jax.method.parsing import BLOCKS, JSON_CALLS, parse_calls, rewrite_calls
+from paravt_jax.method.conversations import render, rewrite_calls
+from paravt_jax.method.parsing import BLOCKS, JSON_CALLS, parse_calls
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import Author, Call, CallStatus, CropCall, FailedCall, ToolCall
 from paravt_jax.method.tokenizer import Dialect

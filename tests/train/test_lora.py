@@ -14,7 +14,8 @@ from flax import nnx
 
 from models import peft_folder
 from models.fingerprint import fingerprint
-from models.lora import LoRASettings, add_adapters, merge_adapters, split
+from models.lora import LoRASettings, add_adapters, split
+from models.peft_folder import merge_adapters
 from models.sharding import make_mesh, param_shardings
 from models.trained import Skeleton
 from models.weights.hf import load

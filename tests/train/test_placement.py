@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from models.sharding import make_mesh
+from paravt_jax.processes.cluster import require_even
 from tests.models.test_sharding import FakeDevice
-from train.learn.placement import put_vectors, require_even
+from train.learn.placement import put_vectors
 
 
 def test_vectors_lie_at_the_beginning_of_their_rows():

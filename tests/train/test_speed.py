@@ -4,10 +4,10 @@ import types
 
 import pytest
 
-from models.config import flops_per_token
 from models.qwen3_vl.sizes import tiny
 from train.learn import speed
 from train.learn.packing import GroupLengths
+from train.learn.speed import flops_per_token
 
 GROUPS = [GroupLengths(5, (4, 2)), GroupLengths(3, (1, 6))]
 PEAKS = {"H100 PCIe": 756e12, "H100 80GB HBM3": 989e12, "H200 NVL": 835e12, "RTX 4090": 165e12}

@@ -14,7 +14,6 @@ up. With a single replica nothing here changes a program.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -74,27 +73,6 @@ def row_pieces(text: TextConfig, devices: int, tensor: int = 1) -> int:
         and (kv_heads % pieces == 0 or pieces % kv_heads == 0)
     ]
     return max(fitting)
-
-
-def require_even(mesh: Mesh) -> None:
-    """Raise ValueError, on every process, unless rows divide equally over the processes."""
-    order = [device.process_index for device in mesh.devices.flat]
-    if order != sorted(order):
-        raise ValueError(
-            "JAX_PROCESS_ID: the processes of a slice are not numbered one after another; give "
-            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, slice by slice"
-        )
-    devices = collections.Counter(order)
-    all_take_part = len(devices) == jax.process_count()
-    equal = len(set(devices.values())) == 1
-    if not all_take_part or not equal or row_devices(mesh) % len(devices):
-        taken = " + ".join(str(devices[process]) for process in range(jax.process_count()))
-        raise ValueError(
-            f"--mesh.data {mesh.shape['data']} --mesh.fsdp {mesh.shape['fsdp']} "
-            f"--mesh.tensor {mesh.shape['tensor']}: takes {taken} devices of the "
-            f"{jax.process_count()} processes; use the same number of devices of each process, and "
-            f"make --mesh.data times --mesh.fsdp a multiple of {jax.process_count()}"
-        )
 
 
 def shardings(batch: T, mesh: Mesh) -> T:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from models import peft_folder
-from models.lora import LoRASettings, add_adapters, merge_adapters
+from models.lora import LoRASettings, add_adapters
+from models.peft_folder import merge_adapters
 from models.weights import hf
 from paravt_jax.data.stored import SUMS
 from paravt_jax.method.protocol import ProtocolSettings
