@@ -63,6 +63,8 @@ class Family:
     """Names of transformers' classes: processor, image_processor and video_processor."""
     limited_frames: int
     """Frames of a video whose pixels its video_processor limits together; 1: each of them."""
+    timed_videos: bool
+    """Whether every two frames of a native video are marked with their time, as pictures are."""
 
     def size(self, name: str, vocab_size: int = 1) -> ModelConfig:
         """Return the sizes called `name`; `vocab_size` is that of `tiny`.

@@ -62,17 +62,18 @@ def frame_layout(
 
 
 def patchify(
-    frames: UInt8[np.ndarray, "t h w 3"], config: VisionConfig
+    frames: UInt8[np.ndarray, "t h w 3"], config: VisionConfig, together: int = 1
 ) -> Float[np.ndarray, "m p c"]:
     """Cut frames into flattened patches, with the values that a vision tower reads.
 
     Args:
         frames: RGB pixels.
         config: sizes of the tower's patches, and mean and deviation of its pixels.
+        together: frames in a row that share a temporal patch, as in native videos.
 
     Returns:
-        Patches [t frames, p patches, c], where c runs over (channel, time, y, x): a frame is
-        repeated to fill a temporal patch. The patches of a visual token are neighbours.
+        Patches [m = t / together, p patches, c], where c runs over (channel, time, y, x): a frame
+        is repeated to fill a temporal patch. The patches of a visual token are neighbours.
 
     Raises:
         ValueError: a side is no multiple of the side of a visual token.
@@ -94,8 +95,9 @@ def patchify(
     blocks = values.reshape(t, *grid, channels)
     # -> frame, block y, block x, patch y, patch x, channel, pixel y, pixel x
     blocks = blocks.transpose(0, 1, 4, 2, 5, 7, 3, 6)
-    blocks = np.repeat(blocks[:, :, :, :, :, :, None], temporal, axis=6)
-    return blocks.reshape(t, -1, config.patch_dim)
+    blocks = np.moveaxis(blocks.reshape(-1, together, *blocks.shape[1:]), 1, 6)
+    blocks = np.repeat(blocks, temporal // together, axis=6)
+    return blocks.reshape(t // together, -1, config.patch_dim)
 
 
 class VisionBlock(nnx.Module):

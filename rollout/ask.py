@@ -211,11 +211,8 @@ class Assistant:
         return episode_page(Path(), self.record(episode, settings))
 
     def record(self, episode: Answer, settings: EpisodeSettings) -> dict[str, Any]:
-        """Return the episode as JSON values: its transcript and the chosen option."""
-        rewards = combine(episode.turns, 0.0, RewardSettings())
-        record = transcript(episode, rewards, settings, self.environment.protocol.vocabulary)
-        del record["rewards"]  # meaningless, because the right answer is unknown
-        return record | {"option": episode.option}
+        """Return the episode as JSON values, see the function `record`."""
+        return record(episode, settings, self.environment.protocol.vocabulary)
 
     def _engine(self, video: str, frames: int) -> Engine:
         """Return an engine with room for episodes on this video."""
@@ -227,6 +224,14 @@ class Assistant:
         prompt = overview_tokens(protocol, frames, frame_tokens, end) + _QUESTION_TOKENS
         crop = crop_tokens(protocol, features.tokens(Frame(video, 0, 0.0, crop=True)), end)
         return self._engine_of(sizes_for_single_episodes(protocol, prompt, crop))
+
+
+def record(episode: Answer, settings: EpisodeSettings, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return an episode as JSON values: its transcript and the chosen option."""
+    rewards = combine(episode.turns, 0.0, RewardSettings())
+    values = transcript(episode, rewards, settings, vocabulary)
+    del values["rewards"]  # meaningless, because the right answer is unknown
+    return values | {"option": episode.option}
 
 
 def load_vocabulary(source: str | os.PathLike) -> Vocabulary:
@@ -342,10 +347,12 @@ def _answer(asked: AskSettings) -> int:
     interrupts = Interrupts()
 
     def tell(line: str) -> None:
-        if not interrupts.asked():
+        if line and not interrupts.asked():
             print(f"{time.monotonic() - begun:7.1f} s  {line}", file=sys.stderr)
 
-    assistant.environment = dataclasses.replace(assistant.environment, tell=tell)
+    assistant.environment = dataclasses.replace(
+        assistant.environment, tell=lambda event: tell(_line(event))
+    )
     assistant.stopped = interrupts.asked
     with interrupts:
         tell("answering; the first answer compiles programs, which can take minutes")
@@ -374,6 +381,21 @@ def _in_words(error: Exception) -> str:
         return f"{error}; give the command in a locale of UTF-8, such as LC_ALL=C.UTF-8"
     flags = {"episode.": "--", "protocol.turn_tokens": "--turn-tokens", "options": "--option"}
     return re.sub(f"^({'|'.join(flags)})", lambda field: flags[field[0]], str(error))
+
+
+def _line(event: dict[str, Any]) -> str:
+    """Return an event of an episode as a line for people; empty if they need not hear of it."""
+    name = f"call {event.get('call')}"
+    if event.get("end") is not None:
+        name += f", {event['start']:g} to {event['end']:g} s"
+    match event["event"]:
+        case "turn":
+            return f"turn {event['turn']}: the model writes at most {event['tokens']} tokens"
+        case "call":
+            return f"{name}: looking closer"
+        case "report":
+            return f"{name}: {event['text']}"
+    return ""
 
 
 def describe(record: dict[str, Any]) -> Iterator[str]:

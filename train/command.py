@@ -19,6 +19,7 @@ _COMMANDS = {
     "check": ("train.run --check", "list what a run needs and what is missing"),
     "prepare": ("train.prepare", "download and prepare the published data of a recipe"),
     "ask": ("rollout.ask", "answer a question about a video"),
+    "serve": ("rollout.serve", "serve a model: OpenAI's API, MCP and a page"),
     "view": ("rollout.view", "look at all episodes of a run or an evaluation, or compare two"),
     "evaluate": ("rollout.evaluate", "score a model on a benchmark"),
     "export": ("train.export", "write a checkpoint as a Hugging Face folder"),

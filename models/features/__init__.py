@@ -89,12 +89,14 @@ class FrameReading:
         return self.result()
 
 
-def wait_for_one(readings: Sequence[FrameReading]) -> None:
-    """Wait until one of some readings is done."""
+def wait_for_one(readings: Sequence[FrameReading], patience: float | None = None) -> None:
+    """Wait until one of some readings is done, or a file was waited for that many seconds."""
     while not any(reading.done() for reading in readings):
         futures = [read.future for reading in readings for read in reading.reads]
+        unread = [future for future in futures if not future.done()]
         with jax.profiler.TraceAnnotation("files"):
-            wait([future for future in futures if not future.done()], return_when=FIRST_COMPLETED)
+            if not wait(unread, patience, return_when=FIRST_COMPLETED).done:
+                return
 
 
 class FrameFeatures(VideoFiles):

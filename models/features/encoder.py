@@ -113,12 +113,15 @@ class FrameEncoder:
         """Compute what is cached of frames, [tokens, c, w] each, batch after batch.
 
         Args:
-            pixels: m frames of equal size.
-            grid: Their height and width in patches.
+            pixels: m frames of equal size; or frames that share a temporal patch, one below the
+                other.
+            grid: Height and width of a frame in patches.
         """
         tokens = self._tokens(grid)
         for some in self._batches(pixels, grid):
-            patches = patchify(some, self._config)
+            height = grid[0] * self._config.patch_size
+            frames = some.reshape(-1, height, *some.shape[2:])
+            patches = patchify(frames, self._config, len(frames) // len(some))
             if self._encode is None:
                 features = patches.astype(self._dtype).reshape(len(some), tokens, 1, -1)
             else:

@@ -199,7 +199,11 @@ class VideoFiles:
 
     def rules(self, frame: Frame) -> PixelRules:
         """Return how a frame is resized."""
-        return self.settings.rules(self._vision, frame.crop)
+        return self.rules_of(frame.video, frame.crop)
+
+    def rules_of(self, name: str, crop: bool) -> PixelRules:
+        """Return how the frames of a video's overview, or of its crops, are resized."""
+        return self.settings.rules(self._vision, crop)
 
     def grid(self, frame: Frame | str) -> Grid:
         """Return the (height, width) of a frame in patches, after resizing.
@@ -250,7 +254,7 @@ class VideoFiles:
             self.source.ahead(self._task(name, wanted, crop))
 
     def _task(self, name: str, wanted: Wanted, crop: bool) -> ReadTask:
-        rules = self.settings.rules(self._vision, crop)
+        rules = self.rules_of(name, crop)
         return ReadTask(str(join(self.root, name)), wanted, rules, self.settings.batch)
 
     def read_frames(self, frames: Sequence[Frame]) -> FileRead:

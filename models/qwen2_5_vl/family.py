@@ -56,4 +56,5 @@ FAMILY = Family(
         "video_processor": "Qwen2VLVideoProcessor",
     },
     limited_frames=1,
+    timed_videos=False,
 )

@@ -65,4 +65,5 @@ FAMILY = Family(
     },
     # As many as its video_processor takes at most.
     limited_frames=768,
+    timed_videos=True,
 )

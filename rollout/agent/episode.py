@@ -12,10 +12,11 @@ the model why. The only file an episode opens is the question's own video.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int32
@@ -105,8 +106,13 @@ class Environment:
     features: FrameFeatures
     clock: Callable[[], float] = time.monotonic
     """Gives the seconds of the time limits."""
-    tell: Callable[[str], None] = lambda line: None
-    """Gets a line for people whenever a turn begins, a window is looked at, or a report arrives."""
+    tell: Callable[[dict[str, Any]], None] = lambda event: None
+    """Gets events as JSON values, turns and calls counted from 1:
+    overview (times, duration), turn (turn, tokens: the most that are written), call (turn, call,
+    start, end): a window is looked at, report (turn, call, start, end, status, text): what comes
+    back from a call."""
+    hear: Callable[[int, int, Sequence[int]], None] | None = None
+    """Gets what is being written: turn, call (0: the main agent) and all tokens so far."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +193,10 @@ async def play(
         prompt = _prompt(environment, question, settings, shown)
     except VideoError as error:
         return unreadable(question, settings.frames, error.reason)
+    if shown.frames:
+        times = [frame.time for frame in shown.frames]
+        duration = environment.features.info(question.video).duration
+        environment.tell({"event": "overview", "times": times, "duration": duration})
     state = _EpisodeState(environment, question, settings, seed, deadline, Trajectory(prompt))
 
     while True:
@@ -196,7 +206,7 @@ async def play(
 
         # Plan; in later turns, plan again or answer.
         most = environment.protocol.settings.turn_tokens
-        environment.tell(f"turn {len(state.turns) + 1}: the model writes at most {most} tokens")
+        environment.tell({"event": "turn", "turn": len(state.turns) + 1, "tokens": most})
         text, sample = await _respond(state, seconds)
         if sample.stop in _CUT_SHORT:
             state.turns.append(Turn(text, truncated=True))
@@ -274,7 +284,7 @@ async def _respond(state: _EpisodeState, seconds: float) -> tuple[str, Sample]:
         deadline=seconds,
     )
     seed = state.seed + len(state.turns)
-    (sample,) = await ask(_request(state.trajectory, sampling, seed))
+    (sample,) = await ask(_request(state, state.trajectory, sampling, seed))
     state.trajectory.append(_sampled_segment(sample))
 
     ids = np.concatenate([protocol.pinned.ids, sample.ids])
@@ -294,7 +304,26 @@ async def _dispatch(state: _EpisodeState, calls: list[Call | FailedCall]) -> lis
 
 
 async def _carry_out(state: _EpisodeState, call: Call | FailedCall, number: int) -> CallOutcome:
-    """Carry out one call: run its tool, and if that names a window, look at it."""
+    """Carry out one call, and tell its outcome."""
+    outcome = await _outcome(state, call, number)
+    event = _call_event(state, "report", number, outcome.call)
+    state.environment.tell(event | {"status": outcome.status, "text": outcome.response.strip()})
+    return outcome
+
+
+def _call_event(state: _EpisodeState, name: str, number: int, call: Call | None) -> dict[str, Any]:
+    window = call if isinstance(call, CropCall) else None
+    return {
+        "event": name,
+        "turn": len(state.turns) + 1,
+        "call": number + 1,
+        "start": window and window.start,
+        "end": window and window.end,
+    }
+
+
+async def _outcome(state: _EpisodeState, call: Call | FailedCall, number: int) -> CallOutcome:
+    """Run the tool of a call, and if that names a window, look at it."""
     if isinstance(call, FailedCall):
         return CallOutcome(None, call.status, f"error: {call.reason}")
     sequential = state.settings.dispatch == "sequential"
@@ -329,8 +358,7 @@ async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> Ca
     if isinstance(resolved, FailedCall):
         return CallOutcome(call, resolved.status, f"error: {resolved.reason}")
     window = resolved.window
-    name = f"call {number + 1}, {window.start:g} to {window.end:g} s"
-    state.environment.tell(f"{name}: looking closer")
+    state.environment.tell(_call_event(state, "call", number, window))
 
     # Held until the sub-agent has reported.
     shown = await features.request(
@@ -346,9 +374,7 @@ async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> Ca
     subagent = Trajectory((prompt,))
     sample = await _ask_subagent(state, subagent, number)
     # The response is only the note on the window until the report is added.
-    outcome = _report(state.protocol, CallOutcome(recorded, status, note, subagent), sample)
-    state.environment.tell(f"{name}: {outcome.response.strip()}")
-    return outcome
+    return _report(state.protocol, CallOutcome(recorded, status, note, subagent), sample)
 
 
 async def _ask_subagent(state: _EpisodeState, subagent: Trajectory, number: int) -> Sample:
@@ -363,7 +389,7 @@ async def _ask_subagent(state: _EpisodeState, subagent: Trajectory, number: int)
         deadline=seconds,
     )
     seed = state.seed + _SEEDS_PER_TURN * (len(state.turns) + 1) + number
-    (sample,) = await ask(_request(subagent, sampling, seed))
+    (sample,) = await ask(_request(state, subagent, sampling, seed, number + 1))
     subagent.append(_sampled_segment(sample))
     return sample
 
@@ -412,8 +438,12 @@ def _fits(state: _EpisodeState, results: Segment) -> bool:
 # --- trajectories ---
 
 
-def _request(trajectory: Trajectory, sampling: Sampling, seed: int) -> Request:
-    return Request(trajectory.ids, trajectory.frames, sampling, seed)
+def _request(
+    state: _EpisodeState, trajectory: Trajectory, sampling: Sampling, seed: int, call: int = 0
+) -> Request:
+    hear = state.environment.hear
+    progress = hear and functools.partial(hear, len(state.turns) + 1, call)
+    return Request(trajectory.ids, trajectory.frames, sampling, seed, progress=progress)
 
 
 def _sampled_segment(sample: Sample) -> Segment:

@@ -513,7 +513,9 @@ class Engine:
         sequence.logprobs += decoded.logprobs
         # All but the last token: the last one drawn has not been fed to the model yet.
         sequence.computed = sequence.prompt.prefill_length + len(sequence.drawn)
-        if sequence.drawn[-1] in sequence.sampling.stop_ids:
+        progress = sequence.prompt.request.progress
+        told = progress is not None and progress(sequence.drawn)
+        if told or sequence.drawn[-1] in sequence.sampling.stop_ids:
             self._finish(sequence, SampleStop.STOP_ID)
         elif not sequence.left:
             self._finish(sequence, SampleStop.LENGTH)

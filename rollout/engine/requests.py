@@ -30,7 +30,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int, Int32
@@ -88,6 +88,9 @@ class Request:
     """A response to the same prompt and seed that was cut short, maybe under other weights.
     Sampling goes on after its tokens, which count against `max_new_tokens` and are part of the
     sample. Keys and values that are not cached are computed again."""
+    progress: Callable[[Sequence[int]], Any] | None = None
+    """Gets all tokens that are drawn so far, after each step that draws some. When it returns
+    something true, the sample ends as if with a token of `stop_ids`."""
 
     def __post_init__(self):
         ids = np.asarray(self.ids)
@@ -240,7 +243,7 @@ def as_done(
     Yields:
         Lists of (number of the agent, its result), whenever some are done.
     """
-    scheduler = _Scheduler(sampler)
+    scheduler = Scheduler(sampler)
     coming = enumerate(agents)
     try:
         while True:
@@ -249,9 +252,8 @@ def as_done(
                 if new is None:
                     break
                 scheduler.add(*new)
-            if scheduler.finished:
-                batch = scheduler.finished
-                scheduler.finished = []
+            batch = scheduler.take_finished()
+            if batch:
                 yield batch
                 continue
             if not scheduler.playing:
@@ -274,25 +276,69 @@ class _Waiting:
         return self.reading.done() if self.step is None else self.step <= step
 
 
-class _Scheduler:
-    """Running agents, and what each of them waits for: answers, files, or other agents."""
+class _Running(NamedTuple):
+    """A running agent: the number of the caller's agent that started it, and who takes its
+    result."""
 
-    def __init__(self, sampler: Sampler):
+    number: int
+    take: Callable[[Any], None]
+
+
+class Scheduler:
+    """Running agents, and what each of them waits for: answers, files, or other agents.
+
+    Args:
+        sampler: answers the agents' requests.
+        patience: upper bound in seconds on a wait for files, if there is nothing else to do; None:
+            as long as it takes.
+        fail: gets the number of an agent that ended with an error, and the error: its own, that of
+            an agent that it has started, or that of the sampler which refused its request. None:
+            the error is raised.
+
+    Attributes:
+        playing: number of the caller's agents that run.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        patience: float | None = None,
+        fail: Callable[[int, Exception], Any] | None = None,
+    ):
         self.sampler = sampler
-        self.playing = 0  # agents of the caller that run
+        self.patience = patience
+        self.fail = fail
+        self.playing = 0
         self.finished: list[tuple[int, Any]] = []
-        # All running agents, with those they have started themselves. Each has a function that
-        # takes its result.
-        self.running: dict[Coroutine[Any, Any, Any], Callable[[Any], None]] = {}
-        # Open requests by ticket, with a function that takes the sample.
-        self.tickets: dict[int, Callable[[Sample], None]] = {}
+        # All running agents, with those they have started themselves.
+        self.running: dict[Coroutine[Any, Any, Any], _Running] = {}
+        # Open requests by ticket, with their agent and a function that takes the sample.
+        self.tickets: dict[int, tuple[Coroutine[Any, Any, Any], Callable[[Sample], None]]] = {}
         self.readings: list[_Waiting] = []  # in the order in which they were asked for
         self.steps = 0  # of the sampler
 
     def add(self, number: int, agent: Coroutine[Any, Any, Any]) -> None:
+        """Start an agent, whose result comes under this number."""
         self.playing += 1
-        self.running[agent] = functools.partial(self._finish, number)
+        self.running[agent] = _Running(number, functools.partial(self._finish, number))
         self._advance(agent, None)
+
+    def take_finished(self) -> list[tuple[int, Any]]:
+        """Return the numbers and results of the agents that have ended since the last call."""
+        finished, self.finished = self.finished, []
+        return finished
+
+    def drop(self, number: int) -> None:
+        """End a running agent, and those that it has started, without a result."""
+        agents = {agent for agent, run in self.running.items() if run.number == number}
+        for ticket in [ticket for ticket, (agent, _) in self.tickets.items() if agent in agents]:
+            del self.tickets[ticket]
+            self.sampler.cancel(ticket)
+        self.readings = [waiting for waiting in self.readings if waiting.agent not in agents]
+        for agent in agents:
+            del self.running[agent]
+            agent.close()
+        self.playing -= bool(agents)
 
     def _finish(self, number: int, result: Any) -> None:
         self.playing -= 1
@@ -305,14 +351,17 @@ class _Scheduler:
         due = [waiting for waiting in self.readings if waiting.is_due(self.steps)]
         self.readings = [waiting for waiting in self.readings if waiting not in due]
         for waiting in due:
-            self._advance(waiting.agent, None)  # waits for a counted reading that is late
+            if waiting.agent in self.running:  # otherwise another agent has failed, and it with it
+                self._advance(waiting.agent, None)  # waits for a counted reading that is late
         if self.tickets:
             self.steps += 1
             for ticket, sample in self.sampler.step():
                 if ticket in self.tickets:  # otherwise a request that was not made by these agents
-                    self.tickets.pop(ticket)(sample)
+                    _, take = self.tickets.pop(ticket)
+                    take(sample)
 
     def close(self) -> None:
+        """Cancel all requests, and end all agents."""
         for ticket in self.tickets:
             self.sampler.cancel(ticket)
         for agent in self.running:
@@ -324,7 +373,7 @@ class _Scheduler:
         if counted:
             self.steps = max(self.steps, min(counted))
         else:
-            wait_for_one([waiting.reading for waiting in self.readings])
+            wait_for_one([waiting.reading for waiting in self.readings], self.patience)
 
     def _advance(self, agent: Coroutine[Any, Any, Any], value: Any) -> None:
         """Resume an agent until it waits again or returns."""
@@ -332,10 +381,21 @@ class _Scheduler:
             awaited = agent.send(value)
         except StopIteration as end:
             result = end.value
+        except Exception as error:
+            self._fail(agent, error)
+            return
         else:
             self._begin(agent, awaited)
             return
-        self.running.pop(agent)(result)
+        self.running.pop(agent).take(result)
+
+    def _fail(self, agent: Coroutine[Any, Any, Any], error: Exception) -> None:
+        """End the caller's agent to which this one belongs."""
+        if self.fail is None:
+            raise error
+        number = self.running[agent].number
+        self.drop(number)
+        self.fail(number, error)
 
     def _begin(
         self, agent: Coroutine[Any, Any, Any], awaited: Asking | Gathering | FrameReading
@@ -347,15 +407,23 @@ class _Scheduler:
             self.readings.append(_Waiting(agent, awaited, step))
         elif isinstance(awaited, Gathering):
             takes = _collect(len(awaited.agents), resume)
+            number = self.running[agent].number
             # Record all of them at once: if one fails at its start, `close` closes the others.
-            self.running |= dict(zip(awaited.agents, takes, strict=True))
+            for child, take in zip(awaited.agents, takes, strict=True):
+                self.running[child] = _Running(number, take)
             for child in awaited.agents:
-                self._advance(child, None)
+                if child in self.running:  # otherwise one before it has failed, and it with it
+                    self._advance(child, None)
         else:
             takes = _collect(len(awaited.requests), resume)
             for request, take in zip(awaited.requests, takes, strict=True):
-                # Record each ticket at once: if the next request is refused, `close` cancels it.
-                self.tickets[self.sampler.submit(request)] = take
+                try:
+                    ticket = self.sampler.submit(request)
+                except Exception as error:
+                    self._fail(agent, error)
+                    return
+                # Record each ticket at once: if the next request is refused, it is cancelled.
+                self.tickets[ticket] = agent, take
 
 
 def _collect(count: int, resume: Callable[[list[Any]], None]) -> list[Callable[[Any], None]]:

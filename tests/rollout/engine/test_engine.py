@@ -264,6 +264,23 @@ def test_a_deadline_ends_what_runs_and_what_waits(engine, clock):
     assert set(step_until_done(engine)) == set(others)
 
 
+def test_a_listener_hears_all_tokens_and_may_end_a_sample(engine):
+    told = []
+
+    def hear(ids) -> bool:
+        told.append([*ids])
+        return len(ids) >= 20
+
+    asked = text(20, new=60)
+    [whole] = engine.generate([asked])
+    [cut] = engine.generate([dataclasses.replace(asked, progress=hear)])
+    assert len(told) > 1 and [*map(len, told)] == sorted({*map(len, told)})
+    assert told == [whole.ids[: len(ids)].tolist() for ids in told]
+    assert cut.stop is SampleStop.STOP_ID and 20 <= len(cut.ids) < len(whole.ids)
+    assert cut.ids.tolist() == told[-1]
+    assert_nothing_held(engine)
+
+
 def test_an_unreadable_video_fails_only_its_own_request(
     engine, asked, features, small_world, small_questions
 ):

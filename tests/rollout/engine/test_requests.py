@@ -14,7 +14,16 @@ import re
 import numpy as np
 import pytest
 
-from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, run, together
+from rollout.engine.requests import (
+    Request,
+    Sample,
+    SampleStop,
+    Sampling,
+    Scheduler,
+    ask,
+    run,
+    together,
+)
 
 
 def request(number: int) -> Request:
@@ -200,6 +209,29 @@ def test_a_refused_request_cancels_all_others():
         run(sampler, [agent(100, 1), agent(200, 1, width=3), agent(300, 1)])
     assert sorted(sampler.cancelled) == [100, 200]
     assert not sampler.open
+
+
+def test_a_dropped_agent_and_its_own_agents_leave_nothing():
+    closed = []
+
+    async def leader():
+        try:
+            await together(*[agent(number, 2) for number in (1, 5)])
+        finally:
+            closed.append("leader")
+
+    sampler = Doubling(lambda number: 2 if number == 1 else 4)
+    scheduler = Scheduler(sampler)
+    scheduler.add(0, leader())
+    scheduler.add(1, agent(300, 1))
+    for _ in range(3):
+        scheduler.step()
+    scheduler.drop(0)
+    scheduler.drop(0)
+    assert (closed, sorted(sampler.cancelled), scheduler.playing) == (["leader"], [5, 11], 1)
+    assert len(scheduler.running) == len(scheduler.tickets) == 1
+    scheduler.step()
+    assert scheduler.take_finished() == [(1, [600])] and not scheduler.playing
 
 
 # --- refused input ---

@@ -1,0 +1,271 @@
+"""Measures `python -m rollout.serve`: start, load with hostile clients, kill, and throughput.
+
+    python -m benchmarks.serving --run runs/paravt_tiny [--seconds 300] [--clients 200]
+
+The server answers questions about a run's held-out videos. A tenth of the clients misbehaves: slow
+readers, cut connections, wrong keys, huge and broken videos, tricks with paths. All others must get
+an answer or a refusal by name. Prints JSON: seconds until the server is ready, after `kill -9` too,
+and until the first token; replies by kind of client and status; seconds per answer; memory of the
+server's processes; and seconds for the same questions by 16 clients, and by an `Assistant` in a
+loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import json
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from rollout.agent.episode import EpisodeSettings
+from rollout.ask import Assistant
+
+PORT = 8765
+KEY = "measured"
+NAMED = {400, 401, 404, 408, 413, 422, 429, 503}
+"""Refusals by name."""
+FRAMES = 16
+SHORT = httpx2.Timeout(60.0)
+
+
+class Served:
+    """The server as a process of its own."""
+
+    def __init__(self, run: pathlib.Path, folder: pathlib.Path):
+        (folder / "keys").write_text(KEY)
+        self.command = [
+            *(sys.executable, "-m", "rollout.serve", "--model", str(run / "model")),
+            *("--name", "tiny", "--port", str(PORT), "--videos", str(run / "videos")),
+            *("--api-key-file", str(folder / "keys"), "--max-video", "8"),
+        ]
+        self.log = folder / "server.log"
+
+    def start(self) -> float:
+        """Start it, and return the seconds until it is ready."""
+        begin = time.monotonic()
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(self.command, stderr=log, stdout=log)
+        while True:
+            with contextlib.suppress(httpx2.TransportError):
+                if httpx2.get(f"http://127.0.0.1:{PORT}/ready").status_code == 200:
+                    return time.monotonic() - begin
+            if self.process.poll() is not None:
+                raise RuntimeError(self.log.read_text())
+            time.sleep(0.1)
+
+    def end(self, number: int) -> None:
+        self.process.send_signal(number)
+        self.process.wait()
+
+    def memory(self) -> float:
+        """Return the memory of the server and of its readers, in MiB."""
+        processes = [str(self.process.pid)]
+        for pid in processes:
+            children = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
+            processes += children.read_text().split() if children.exists() else []
+        kib = 0
+        for pid in processes:
+            with contextlib.suppress(OSError):
+                text = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text()
+                kib += int(text.partition("Pss:")[2].split()[0])
+        return kib / 1024
+
+
+def body(video: str, second: int, stream: bool = False) -> dict[str, Any]:
+    """Return a request for an episode."""
+    parts = [
+        {"type": "video_url", "video_url": {"url": video}},
+        {"type": "text", "text": f"Which digit appears in the scene that starts at {second} s?"},
+    ]
+    return {
+        "model": "tiny",
+        "stream": stream,
+        "temperature": 0,
+        "messages": [{"role": "user", "content": parts}],
+        "paravt": {"frames": FRAMES, "trace": False},
+    }
+
+
+async def polite(client: httpx2.AsyncClient, video: str, second: int) -> int | str:
+    reply = await client.post("/v1/chat/completions", json=body(video, second))
+    if reply.status_code == 200:
+        assert reply.json()["paravt"]["stop"], reply.text
+    return reply.status_code
+
+
+async def slow_reader(client: httpx2.AsyncClient, video: str, second: int) -> int | str:
+    asked = body(video, second, stream=True)
+    async with client.stream("POST", "/v1/chat/completions", json=asked) as reply:
+        async for _ in reply.aiter_bytes(64):
+            await asyncio.sleep(0.5)
+        return reply.status_code
+
+
+async def cut(client: httpx2.AsyncClient, video: str, second: int) -> int | str:
+    asked = body(video, second, stream=True)
+    async with client.stream("POST", "/v1/chat/completions", json=asked) as reply:
+        async for _ in reply.aiter_bytes():
+            return "cut"
+        return reply.status_code
+
+
+async def wrong_key(client: httpx2.AsyncClient, video: str, second: int) -> int | str:
+    headers = {"Authorization": "Bearer wrong"}
+    asked = body(video, second)
+    return (await client.post("/v1/chat/completions", json=asked, headers=headers)).status_code
+
+
+async def path_trick(client: httpx2.AsyncClient, video: str, second: int) -> int | str:
+    trick = random.choice(("../model/config.json", "/etc/passwd", "file:///etc/passwd", "%2e%2e/x"))
+    return (await client.post("/v1/chat/completions", json=body(trick, second))).status_code
+
+
+async def broken_video(client: httpx2.AsyncClient, video: str, second: int) -> int | str:
+    files = {"file": ("clip.mp4", random.randbytes(100_000))}
+    return (await client.post("/v1/files", files=files)).status_code
+
+
+async def huge_video(client: httpx2.AsyncClient, video: str, second: int) -> int | str:
+    files = {"file": ("clip.mp4", bytes(16 * 2**20))}
+    return (await client.post("/v1/files", files=files)).status_code
+
+
+async def no_json(client: httpx2.AsyncClient, video: str, second: int) -> int | str:
+    return (await client.post("/v1/chat/completions", content=b"{" * 1000)).status_code
+
+
+HOSTILE = (slow_reader, cut, wrong_key, path_trick, broken_video, huge_video, no_json)
+
+
+async def load(served: Served, videos: list[str], clients: int, seconds: float) -> dict[str, Any]:
+    """Let clients ask for a while, and return what they got."""
+    replies: collections.Counter[str] = collections.Counter()
+    took: list[float] = []
+    memory: list[float] = []
+    end = time.monotonic() + seconds
+
+    async def ask_on(number: int) -> None:
+        chance = random.Random(number)
+        ask = HOSTILE[number // 10 % len(HOSTILE)] if number % 10 == 0 else polite
+        async with make_client() as client:
+            while time.monotonic() < end:
+                begin = time.monotonic()
+                try:
+                    status = await ask(client, chance.choice(videos), chance.randrange(0, 128, 16))
+                except (httpx2.TransportError, AssertionError) as error:
+                    status = f"lost: {type(error).__name__}"
+                replies[f"{ask.__name__} {status}"] += 1
+                if status == 200 and ask is polite:
+                    took.append(time.monotonic() - begin)
+                elif status != 200:
+                    await asyncio.sleep(1 + chance.random())
+
+    async def watch() -> None:
+        while time.monotonic() < end:
+            memory.append(served.memory())
+            await asyncio.sleep(5)
+
+    await asyncio.gather(watch(), *[ask_on(number) for number in range(clients)])
+    third = max(1, len(memory) // 3)
+    return {
+        "replies": dict(sorted(replies.items())),
+        "answers per second": len(took) / seconds,
+        "p50 s": float(np.quantile(took, 0.5)),
+        "p95 s": float(np.quantile(took, 0.95)),
+        "memory MiB, second third": float(np.mean(memory[third : 2 * third])),
+        "memory MiB, last third": float(np.mean(memory[2 * third :])),
+    }
+
+
+def make_client() -> httpx2.AsyncClient:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx2.AsyncClient(
+        base_url=f"http://127.0.0.1:{PORT}", headers=headers, timeout=httpx2.Timeout(600.0)
+    )
+
+
+async def first_token(video: str) -> float:
+    """Return the seconds until the first text of a stream."""
+    begin = time.monotonic()
+    async with make_client() as client:
+        asked = body(video, 64, stream=True)
+        async with client.stream("POST", "/v1/chat/completions", json=asked) as reply:
+            async for line in reply.aiter_lines():
+                if "reasoning_content" in line:
+                    return time.monotonic() - begin
+    raise AssertionError("the stream has no text")
+
+
+async def by_clients(questions: list[tuple[str, int]], clients: int) -> float:
+    """Return the seconds in which clients side by side get all answers."""
+    left = iter(questions)
+
+    async def ask_on() -> None:
+        async with make_client() as client:
+            for video, second in left:
+                assert await polite(client, video, second) == 200
+
+    begin = time.monotonic()
+    await asyncio.gather(*[ask_on() for _ in range(clients)])
+    return time.monotonic() - begin
+
+
+def by_assistant(run: pathlib.Path, questions: list[tuple[str, int]]) -> float:
+    """Return the seconds in which an `Assistant` answers one question after another."""
+    assistant = Assistant.load(run / "model")
+    settings = EpisodeSettings(FRAMES, 0.0)
+
+    def ask(video: str, second: int) -> None:
+        text = f"Which digit appears in the scene that starts at {second} s?"
+        assistant.ask(run / "videos" / video, text, settings)
+
+    ask(*questions[0])  # compiles
+    begin = time.monotonic()
+    for video, second in questions[1:]:
+        ask(video, second)
+    return (time.monotonic() - begin) * len(questions) / (len(questions) - 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=pathlib.Path, required=True, help="folder of a run")
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--questions", type=int, default=96)
+    asked = parser.parse_args()
+    folder = asked.run / "videos"
+    videos = sorted(str(path.relative_to(folder)) for path in folder.rglob("heldout/*.mp4"))
+    questions = [(video, second) for second in range(0, 128, 16) for video in videos][
+        : asked.questions
+    ]
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        served = Served(asked.run, pathlib.Path(temporary))
+        figures["start s"] = served.start()
+        figures["first token s"] = asyncio.run(first_token(videos[0]))
+        figures["16 clients s"] = asyncio.run(by_clients(questions, 16))
+        if asked.seconds:
+            figures |= asyncio.run(load(served, videos, asked.clients, asked.seconds))
+        served.end(signal.SIGKILL)
+        figures["start after kill -9 s"] = served.start()
+        served.end(signal.SIGINT)
+    figures["an Assistant s"] = by_assistant(asked.run, questions)
+    print(json.dumps(figures, indent=1))
+    lost = [name for name in figures.get("replies", ()) if "lost" in name or name.endswith(" 500")]
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,154 @@
+"""The same episodes as tools of MCP, for agents and IDEs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mcp.server.mcpserver import Context, Image, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.transport_security import TransportSecuritySettings
+from PIL import Image as Picture
+from starlette.applications import Starlette
+
+from paravt_jax.data.frames import ReadTask
+from paravt_jax.method.records import CropCall, FailedCall
+from paravt_jax.method.tools.crop_video import resolve_window
+from rollout.serve.chat import Chat, ChatRequest, EpisodeExchange, value_of
+from rollout.serve.errors import ApiError
+from rollout.serve.owner import Job, Result
+
+_INSTRUCTIONS = (
+    "Ask about a video, or look closer at one window of it. Name a video by the id of an upload "
+    "(POST /v1/files), or by its path below the server's folder of videos."
+)
+_THUMBNAIL = 448  # pixels of the longer side
+
+
+def tools_app(chat: Chat, owner_of: Callable[[str], str]) -> Starlette:
+    """Return an application with the route `/mcp`.
+
+    Args:
+        chat: Answers questions.
+        owner_of: Returns who sends this header Authorization.
+    """
+    server = MCPServer("paravt", instructions=_INSTRUCTIONS, log_level="ERROR")
+    tools = _Tools(chat, owner_of)
+    for tool in (tools.ask_video, tools.crop_video):
+        server.add_tool(tool)
+    return server.streamable_http_app(
+        stateless_http=True,
+        # `Guard` checks hosts and origins of all routes.
+        transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
+    )
+
+
+class _Tools:
+    """The tools. Their docstrings are what agents read."""
+
+    def __init__(self, chat: Chat, owner_of: Callable[[str], str]):
+        self._chat = chat
+        self._owner_of = owner_of
+
+    async def ask_video(
+        self,
+        video: str,
+        question: str,
+        context: Context,
+        options: list[str] | None = None,
+        frames: int | None = None,
+    ) -> dict[str, Any]:
+        """Answer a question about a video: watch an overview, look closer at several moments side
+        by side, and answer. The result has the answer, and the moments that support it.
+
+        Args:
+            video: An uploaded video's id, or a path below the server's folder of videos.
+            question: The question.
+            options: Answers to choose from.
+            frames: Number of overview frames; more see more, and take longer.
+        """
+        content = [
+            {"type": "video_url", "video_url": {"url": video}},
+            {"type": "text", "text": question},
+        ]
+        asked = {"frames": frames, "options": options or (), "trace": False}
+        with _told():
+            request = ChatRequest.model_validate(
+                {
+                    "model": self._chat.name,
+                    "messages": [{"role": "user", "content": content}],
+                    "paravt": asked,
+                }
+            )
+            exchange = await self._chat.begin(request, self._owner(context))
+            assert isinstance(exchange, EpisodeExchange)
+            return exchange.about(await self._value(exchange.job, context))
+
+    async def crop_video(
+        self, video: str, start: float, end: float, context: Context
+    ) -> list[str | Image]:
+        """Look closer at one window of a video: a short report, and its frames.
+
+        Args:
+            video: An uploaded video's id, or a path below the server's folder of videos.
+            start: Start of the window, in seconds.
+            end: End of the window, in seconds.
+        """
+        files = self._chat.files
+        with _told():
+            path = await files.video(video, self._owner(context))
+            info = await files.probe(path)
+            look = resolve_window(CropCall(start, end), info.duration)
+            if isinstance(look, FailedCall):
+                raise ApiError(400, look.reason)
+            job = self._chat.service.look(path, look.window)
+            frames, report = await self._value(job, context)
+            indices = tuple(frame.index for frame in frames)
+            read = await files.read(ReadTask(str(path), indices, None))
+            times = ", ".join(f"{frame.time:g}" for frame in frames)
+            pictures = await asyncio.to_thread(lambda: [_picture(each) for each in read.frames])
+            return [f"{report} {look.note}".strip(), f"Frames at {times} seconds:", *pictures]
+
+    def _owner(self, context: Context) -> str:
+        return self._owner_of((context.headers or {}).get("authorization", ""))
+
+    async def _value(self, job: Job, context: Context) -> Any:
+        """Wait for a job, and report its progress. If the client cancels, so does the job."""
+        try:
+            count = 0
+            async for event in job.events():
+                if isinstance(event, Result):
+                    return value_of(event)
+                # Agents need not read along.
+                if event["event"] not in ("thought", "report.delta"):
+                    count += 1
+                    await context.report_progress(count, message=_line(event))
+        finally:
+            self._chat.service.owner.cancel(job)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Tell an agent why its request is refused."""
+    try:
+        yield
+    except ApiError as error:
+        raise ToolError(str(error)) from error
+
+
+def _line(event: dict[str, Any]) -> str:
+    """Return an event of an episode in a line."""
+    window = f"{event['start']:g} to {event['end']:g} s" if event.get("end") else ""
+    return f"{event['event']} {window} {event.get('text', '')}".strip()
+
+
+def _picture(frame: Any) -> Image:
+    """Return a frame for an agent to look at."""
+    picture = Picture.fromarray(frame)
+    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=80)
+    return Image(data=buffer.getvalue(), format="jpeg")

@@ -1,0 +1,174 @@
+"""Files and who may reach the server: nothing of this machine but what it is told to show."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from PIL import Image
+
+from rollout.serve import files as files_module
+from tests.rollout.serve.conftest import NAME
+
+
+def picture(color: tuple[int, int, int] = (255, 0, 0), size: tuple[int, int] = (64, 48)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def upload(http: httpx2.Client, data: bytes, name: str = "clip.mp4") -> httpx2.Response:
+    return http.post("/v1/files", files={"file": (name, data)}, data={"purpose": "user_data"})
+
+
+@pytest.fixture
+def clip(small_world) -> bytes:
+    return (small_world.folder / small_world.videos[0].path).read_bytes()
+
+
+def test_an_upload_is_used_shown_and_deleted_by_its_owner_only(server, clip):
+    with server.http() as http, server.http("bob") as other:
+        about = upload(http, clip, "../../x.mp4").json()
+        assert about["bytes"] == len(clip) and about["paravt"]["duration"] == 128
+        place = f"/v1/files/{about['id']}"
+        for path in (place, f"{place}/content"):
+            assert other.get(path).status_code == 404
+        assert other.delete(place).status_code == 404
+        assert http.get(f"{place}/content").content == clip
+        part = http.get(f"{place}/content", headers={"Range": "bytes=10-19"})
+        assert (part.status_code, part.content) == (206, clip[10:20])
+        for asker, status in ((other, 404), (http, 200)):
+            assert ask(asker, about["id"]).status_code == status
+        assert http.delete(place).json()["deleted"]
+        assert http.get(place).status_code == 404
+    assert not [*server.files._folder.glob(about["id"] + "*")]
+
+
+def ask(http: httpx2.Client, video: str) -> httpx2.Response:
+    content = [
+        {"type": "video_url", "video_url": {"url": video}},
+        {"type": "text", "text": "Which digit?"},
+    ]
+    body = {"model": NAME, "messages": [{"role": "user", "content": content}]}
+    return http.post("/v1/chat/completions", json=body)
+
+
+def test_only_files_of_the_folder_can_be_named(server, small_world, clip, tmp_path):
+    inside, name = small_world.folder, small_world.videos[0].path
+    outside = tmp_path / "secret.mp4"
+    outside.write_bytes(clip)
+    (inside / "link.mp4").symlink_to(outside)
+    (inside / "alias.mp4").symlink_to(inside / name)
+    up = os.path.relpath(outside, inside)
+    with server.http() as http:
+        for path in (name, "alias.mp4", f"file://{inside / name}", f"./{name}"):
+            assert ask(http, path).status_code == 200
+        for path in (
+            *(up, up.replace("..", "%2e%2e"), up.replace("/", "%2F"), str(outside), "link.mp4"),
+            *(f"file://{outside}", f"file:///{inside}/../{up}", f"{name}\0", f"{name}%00"),
+            *(".", "", "x" * 5000, "/etc/passwd", "/dev/zero", "/proc/self/environ", "~"),
+        ):
+            reply = ask(http, path)
+            assert reply.status_code == 404, path
+            assert str(tmp_path) not in reply.text.replace(path, "")
+
+
+def test_what_is_too_large_too_long_or_broken_is_refused_and_deleted(server, clip, monkeypatch):
+    before = sorted(server.files._folder.iterdir())
+    limits = server.files.limits
+    with server.http() as http:
+        assert upload(http, clip + bytes(limits.video)).status_code == 413
+        declared = {
+            "Content-Length": str(10**12),
+            "Content-Type": "multipart/form-data; boundary=x",
+        }
+        assert raw(server.url, "POST /v1/files", declared).startswith(b"HTTP/1.1 413")
+        assert http.post("/v1/chat/completions", content=b" " * 1_000_001).status_code == 413
+        for data in (b"", b"no video", clip[: len(clip) // 2], picture()):
+            reply = upload(http, data)
+            assert reply.status_code in (200, 422), reply.text
+            assert str(server.files._folder) not in reply.text
+            if reply.status_code == 200:
+                http.delete(f"/v1/files/{reply.json()['id']}")
+        monkeypatch.setattr(server.files, "limits", dataclasses.replace(limits, minutes=1.0))
+        reply = upload(http, clip)
+        assert reply.json()["error"]["code"] == "video_too_long"
+        assert http.post("/v1/files", data={"purpose": "x"}).status_code == 400
+    assert sorted(server.files._folder.iterdir()) == before
+
+
+def test_uploads_share_a_limit_and_expire(server, clip, monkeypatch):
+    with server.http() as http:
+        limits = dataclasses.replace(server.files.limits, uploads=3 * len(clip))
+        monkeypatch.setattr(server.files, "limits", limits)
+        codes = [upload(http, clip).status_code for _ in range(4)]
+        assert codes[0] == 200 and codes[-1] == 429
+        with monkeypatch.context() as later:
+            later.setattr(files_module, "KEPT", -1.0)
+            server.files.expire()
+        assert not [*server.files._folder.iterdir()]
+        assert upload(http, clip).status_code == 200
+
+
+@contextlib.contextmanager
+def sent(
+    url: str, line: str, headers: dict[str, str] | None = None, body: Any = b""
+) -> Iterator[socket.socket]:
+    """A connection over which a request was sent as it is, with the key."""
+    host, port = url.removeprefix("http://").split(":")
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sizes = {"Content-Length": str(len(data))} if data else {}
+    every = {"Host": f"{host}:{port}", "Authorization": "Bearer alice"} | sizes | (headers or {})
+    with socket.create_connection((host, int(port)), 20) as connection:
+        lines = [f"{line} HTTP/1.1", *(f"{name}: {value}" for name, value in every.items())]
+        connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + data)
+        yield connection
+
+
+def raw(*arguments: Any) -> bytes:
+    """Send a request as `sent` does, and return the beginning of the reply."""
+    with sent(*arguments) as connection:
+        return connection.recv(4096)
+
+
+def test_a_slow_body_is_given_up(server, monkeypatch):
+    monkeypatch.setattr("rollout.serve.app._SECONDS_PER_CHUNK", 0.2)
+    reply = raw(server.url, "POST /v1/chat/completions", {"Content-Length": "100"}, b"{")
+    assert reply.startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("key", ["Bearer eve", "Bearer alic", "", "Basic alice", "Bearer é"])
+def test_every_route_of_the_api_needs_a_key(server, key):
+    routes = [
+        *("POST /v1/chat/completions", "POST /v1/files", "GET /v1/files/x"),
+        *("DELETE /v1/files/x", "GET /v1/files/x/content", "GET /v1/episodes/x.json"),
+        *("POST /mcp", "GET /mcp", "DELETE /mcp"),
+    ]
+    for route in routes:
+        reply = raw(server.url, route, {"Authorization": key})
+        assert reply.startswith(b"HTTP/1.1 401"), (route, reply)
+
+
+def test_unknown_routes_and_methods_have_the_apis_errors(server):
+    with server.http() as http:
+        for method, path, status in (
+            ("GET", "/v1/nothing", 404),
+            ("GET", "/v1/chat/completions", 405),
+            ("GET", "/../../etc/passwd", 404),
+            ("GET", "/page.js/..%2f..%2fapp.py", 404),
+        ):
+            reply = http.request(method, path)
+            assert reply.status_code == status and reply.json()["error"]["message"], path
