@@ -324,11 +324,12 @@ class Server:
 
     async def _episode(self, request: Request, owner: str) -> Response:
         kept = self.chat.find(request.path_params["id"], owner)
+        record = self.service.record(kept.answer, kept.settings)
         if request.path_params["form"] == "json":
-            return JSONResponse(kept.record)
+            return JSONResponse(record)
         if request.path_params["form"] != "html":
             raise ApiError(404, "episode: give .json or .html")
-        record = kept.record | {"video": str(kept.video)}
+        record |= {"video": kept.answer.question.video}
         return HTMLResponse(await asyncio.to_thread(episode_page, pathlib.Path("/"), record))
 
     # --- errors ---

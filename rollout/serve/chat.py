@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import pathlib
 import re
 import secrets
 import time
@@ -198,8 +197,8 @@ class KeptEpisode:
     """An episode that its client may look at again."""
 
     owner: str
-    video: pathlib.Path
-    record: dict[str, Any]
+    answer: Answer
+    settings: EpisodeSettings
     ended: float
 
 
@@ -221,11 +220,10 @@ class Chat:
         self.name = name
         self.episodes: dict[str, KeptEpisode] = {}
 
-    def keep(self, owner: str, episode: Episode, record: dict[str, Any]) -> str:
+    def keep(self, owner: str, answer: Answer, settings: EpisodeSettings) -> str:
         """Keep an episode for a while, and return its id."""
         id = f"ep-{secrets.token_hex(12)}"
-        video = pathlib.Path(episode.question.video)
-        self.episodes[id] = KeptEpisode(owner, video, record, time.time())
+        self.episodes[id] = KeptEpisode(owner, answer, settings, time.time())
         if len(self.episodes) > _MOST_EPISODES:
             del self.episodes[next(iter(self.episodes))]
         return id
@@ -291,7 +289,7 @@ class Chat:
             message = re.sub("^(episode[.])?(?=options|frames|temp|sec)", "paravt.", str(error))
             raise ApiError(400, message) from error
         most = request.most_tokens or self.service.environment.protocol.settings.turn_tokens
-        job = self.service.ask(question, settings, _seed(request), most)
+        job = self.service.ask(question, settings, _seed(request), most, request.stream)
         return EpisodeExchange(self, request, job, settings, owner)
 
     async def _video(self, messages: Sequence[Message], owner: str) -> Any:
@@ -498,15 +496,16 @@ class EpisodeExchange(Exchange):
     def about(self, episode: Episode) -> dict[str, Any]:
         """Return what `paravt` says of an episode, and keep its record."""
         answer = Answer(**vars(episode))
-        record = self.chat.service.record(answer, self.settings)
         about = {
-            "episode": self.chat.keep(self.owner, episode, record),
+            "episode": self.chat.keep(self.owner, answer, self.settings),
             "stop": str(episode.stop),
             "answer": episode.answer,
             "option": answer.option,
             "evidence": evidence(episode),
         }
-        return about | ({"trace": record} if self.request.paravt.trace else {})
+        if self.request.paravt.trace:
+            about["trace"] = self.chat.service.record(answer, self.settings)
+        return about
 
 
 class PlainExchange(Exchange):

@@ -205,19 +205,27 @@ class Service:
     # --- an episode ---
 
     def ask(
-        self, question: Question, settings: EpisodeSettings, seed: int, turn_tokens: int
+        self,
+        question: Question,
+        settings: EpisodeSettings,
+        seed: int,
+        turn_tokens: int,
+        listen: bool = True,
     ) -> Job:
-        """Enqueue an episode. Its events are those of `Environment`, with texts as they grow:
-        thought (turn, text) and report.delta (turn, call, text). Its value is an `Episode`."""
+        """Enqueue an episode. Its events are those of `Environment`, and with `listen` texts as
+        they grow: thought (turn, text), report.delta (turn, call, text). Its value is an `Episode`.
+        """
 
         def agent(job: Job) -> Any:
-            limits = self.environment.protocol.settings
-            limits = dataclasses.replace(limits, turn_tokens=min(turn_tokens, limits.turn_tokens))
+            protocol = self.environment.protocol
+            if turn_tokens < protocol.settings.turn_tokens:
+                limits = dataclasses.replace(protocol.settings, turn_tokens=turn_tokens)
+                protocol = Protocol(self.vocabulary, limits)
             environment = dataclasses.replace(
                 self.environment,
-                protocol=Protocol(self.vocabulary, limits),
+                protocol=protocol,
                 tell=job.tell,
-                hear=_Listener(self.vocabulary, job).hear,
+                hear=_Listener(self.vocabulary, job).hear if listen else None,
             )
             return play(environment, question, settings, seed)
 

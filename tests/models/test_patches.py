@@ -61,3 +61,16 @@ def test_a_frame_off_the_grid_is_refused():
     vision = family("qwen3_vl").size("8b").vision
     with pytest.raises(ValueError, match="30 x 32: .*multiples of 32"):
         patchify(np.zeros((1, 30, 32, 3), np.uint8), vision)
+
+
+def test_frames_that_share_a_patch_are_its_times():
+    """The patches of a pair have those of each frame alone at its time."""
+    vision = family("qwen3_vl").sizes["rehearsal"].vision
+    frames = np.random.default_rng(0).integers(0, 256, (4, 32, 64, 3), np.uint8)
+    shape = (-1, vision.in_channels, vision.temporal_patch_size, vision.patch_size**2)
+    pairs = patchify(frames, vision, together=2)
+    assert len(pairs) == 2
+    alone = patchify(frames, vision)
+    for number, patches in enumerate(alone):
+        pair = pairs[number // 2].reshape(shape)
+        np.testing.assert_array_equal(pair[:, :, number % 2], patches.reshape(shape)[:, :, 0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 from unittest import mock
 
@@ -233,6 +234,34 @@ async def test_prompts_are_those_of_transformers(published, name, limits):
     with mock.patch.object(service, "complete", return_value=job) as complete:
         await chat.begin(ChatRequest.model_validate(body), "")
     assert complete.call_args[0][0].tolist() == tokenizer(expected)["input_ids"]
+
+
+async def test_a_native_video_is_pairs_of_frames_after_their_middle(published, small_world):
+    """As vLLM and transformers show it: 8 of its 64 frames, one every two seconds."""
+    service, chat, *_ = published
+    video = small_world.folder / small_world.videos[0].path
+    part = {"type": "video_url", "video_url": {"url": data_url(video.read_bytes(), "video/mp4")}}
+    text = {"type": "text", "text": "Where?"}
+    body = {
+        "model": PLAIN,
+        "messages": [{"role": "user", "content": [part, text]}],
+        "max_tokens": 4,
+        "media_io_kwargs": {"video": {"num_frames": 8}},
+    }
+    with mock.patch.object(service, "complete", return_value=Job(mock.Mock(), 0)) as complete:
+        await chat.begin(ChatRequest.model_validate(body), "")
+    ids, paths = complete.call_args[0][:2]
+    found = re.findall(
+        r"<([\d.]+) seconds><\|vision_start\|>((?:<\|video_pad\|>)+)<\|vision_end\|>",
+        service.vocabulary.decode(ids),
+    )
+    indices = np.linspace(0, 63, 8).astype(int)
+    assert [float(time) for time, _ in found] == (2.0 * indices).reshape(-1, 2).mean(1).tolist()
+    assert len(paths) == len(found) == 4
+    # Two frames lie in a file, one below the other, and are one grid of patches.
+    with Image.open(paths[0]) as pair:
+        width, height = pair.size
+    assert {pads.count("video_pad") for _, pads in found} == {width * height // 2 // 32**2}
 
 
 pytestmark = pytest.mark.anyio
