@@ -15,7 +15,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, stop_at_once)
 
 import dataclasses
+import os
 import pathlib
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Literal
@@ -33,6 +35,8 @@ from rollout.ask import load_vocabulary
 from rollout.serve.service import Service, ServiceSettings
 
 PROG = "python -m rollout.serve"
+# transformers fills in the chat template. It would warn that it finds no PyTorch.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +87,7 @@ def serve(settings: ServeSettings) -> None:
     except ImportError as error:
         raise ImportError(f"{error}; pip install 'paravt-jax[serve]'") from error
     keys = _keys(settings)
+    _require_free(settings.host, settings.port)
     require_local("--videos", settings.videos)
     videos = pathlib.Path(settings.videos) if settings.videos else None
     if videos is not None and not videos.is_dir():
@@ -112,6 +117,15 @@ def serve(settings: ServeSettings) -> None:
         timeout_graceful_shutdown=3,
         limit_concurrency=1024,
     )
+
+
+def _require_free(host: str, port: int) -> None:
+    """Fail before the weights are read if another program listens there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error}; give another port") from error
 
 
 def _name(model: str) -> str:

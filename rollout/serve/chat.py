@@ -139,7 +139,7 @@ class ChatRequest(pydantic.BaseModel):
 
     model: str
     messages: list[Message] = pydantic.Field(min_length=1, max_length=_MOST_MESSAGES)
-    temperature: float | None = pydantic.Field(None, ge=0, le=10)
+    temperature: float | None = pydantic.Field(None, ge=0, le=2)
     seed: int | None = None
     max_tokens: int | None = pydantic.Field(None, ge=1)
     max_completion_tokens: int | None = pydantic.Field(None, ge=1)

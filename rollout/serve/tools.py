@@ -62,7 +62,7 @@ class _Tools:
         frames: int | None = None,
     ) -> dict[str, Any]:
         """Answer a question about a video: watch an overview, look closer at several moments side
-        by side, and answer. The result has the answer, and the moments that support it.
+        by side, and answer. The result has the answer, and the windows with what was seen there.
 
         Args:
             video: An uploaded video's id, or a path below the server's folder of videos.
