@@ -143,7 +143,7 @@ def test_there_is_not_more_to_read_than_before(modules) -> None:
         f"{over} are above their bounds in tests/bounds.json: delete first, a bound never rises"
     )
     # A bound that is far above its figure holds nothing.
-    loose = {name: value for name, value in found.items() if bounds[name] > 1.1 * value}
+    loose = {name: value for name, value in found.items() if bounds[name] > 1.03 * value}
     assert not loose, f"{loose} have fallen: run python -m benchmarks.codebase --lower"
 
 
