@@ -70,7 +70,7 @@ from rollout.engine.settings import crop_tokens, overview_tokens, sizes_for_sing
 from rollout.report.episode_card import episode_page
 from rollout.report.templates import seconds
 
-_QUESTION_TOKENS = 512  # room for the question and its options
+QUESTION_TOKENS = 512  # room for the question and its options
 _MAX_ENGINES = 2  # engines kept at once
 _GREEDY = EpisodeSettings(frames=64, temperature=0.0)
 _FRAMES = FrameSettings(admission="counted")  # the same question has the same answer
@@ -221,7 +221,7 @@ class Assistant:
         # Timestamps take tokens, and no frame has a later time than the end of the video.
         end = features.info(video).duration
         frame_tokens = features.tokens(video)
-        prompt = overview_tokens(protocol, frames, frame_tokens, end) + _QUESTION_TOKENS
+        prompt = overview_tokens(protocol, frames, frame_tokens, end) + QUESTION_TOKENS
         crop = crop_tokens(protocol, features.tokens(Frame(video, 0, 0.0, crop=True)), end)
         return self._engine_of(sizes_for_single_episodes(protocol, prompt, crop))
 
@@ -261,9 +261,9 @@ def question_about(
     name = os.path.abspath(video)
     asked = Question("asked", name, question, kind, "", tuple(options), tuple(subtitles))
     length = len(protocol.question(asked).ids)
-    if length > _QUESTION_TOKENS:
+    if length > QUESTION_TOKENS:
         raise ValueError(
-            f"question: {length} tokens with its options; at most {_QUESTION_TOKENS} fit, "
+            f"question: {length} tokens with its options; at most {QUESTION_TOKENS} fit, "
             "ask in fewer words"
         )
     return asked

@@ -126,7 +126,7 @@ class Metrics:
         for name, what, value in (
             ("paravt_playing", "Requests that are answered.", lambda: len(service.owner.playing)),
             ("paravt_waiting", "Requests in the queue.", lambda: len(service.owner.waiting)),
-            ("paravt_ready", "Whether programs are compiled.", service.ready.is_set),
+            ("paravt_ready", "Whether questions are answered.", lambda: service.is_ready),
         ):
             gauge = prometheus_client.Gauge(name, what, registry=self.registry)
             gauge.set_function(value)
@@ -247,8 +247,8 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
+        ready = self.service.is_ready
         failed = self.service.owner.failed
-        ready = self.service.ready.is_set() and not failed
         status = "ready" if ready else "failed" if failed else "compiling"
         return JSONResponse({"status": status}, 200 if ready else 503)
 

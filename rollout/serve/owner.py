@@ -148,7 +148,9 @@ class Owner:
             self._ended = ended
         # Take what was enqueued before that.
         while not self._calls.empty():
-            (self._calls.get() or int)()
+            call = self._calls.get()
+            if call is not None:
+                call()
         for job in [*self.playing.values(), *self.waiting]:
             self._end(job, Result(error=ended))
         self.waiting.clear()

@@ -32,7 +32,7 @@ from paravt_jax.method.records import CropCall, Episode, Frame, Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CROP_FPS
 from rollout.agent.episode import Environment, EpisodeSettings, play
-from rollout.ask import Answer, record
+from rollout.ask import QUESTION_TOKENS, Answer, record
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, together
 from rollout.engine.settings import (
@@ -46,8 +46,6 @@ from rollout.serve.errors import ApiError
 from rollout.serve.files import PAIR, Picture
 from rollout.serve.owner import BusyError, Job, Owner
 
-QUESTION_TOKENS = 512
-"""Room for a question with its options."""
 # It bounds the lengths of prompts: later times have longer labels.
 _LATEST = 99_999.9
 # Tokens between two looks at the queue: clients read along, and short reports end soon.
@@ -191,6 +189,11 @@ class Service:
         compiled is not waited for."""
         self.owner.close()
         self.reader.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every program is compiled, and questions are answered."""
+        return self.ready.is_set() and not self.owner.failed
 
     @property
     def picture_rules(self) -> PixelRules:
@@ -388,10 +391,13 @@ class _Text:
 
     def grow(self, ids: Sequence[int]) -> None:
         """Take all ids so far."""
+        self.add(ids[self._known :])
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Take the ids that follow."""
         table, end = self._vocabulary.token_bytes, self._vocabulary.eos
-        new = b"".join(table(id) for id in ids[self._known :] if id != end)
-        self._known = len(ids)
-        self.text += self._decoder.decode(new)
+        self._known += len(ids)
+        self.text += self._decoder.decode(b"".join(table(id) for id in ids if id != end))
 
 
 class _Listener:
@@ -439,11 +445,14 @@ class _Writer:
         text = self._vocabulary.decode_turn(sample.ids)
         text = text[: self._end(text)]
         self._tell(text)
-        growing, kept = _Text(self._vocabulary), 0
-        while kept < len(sample.ids) and len(growing.text) < len(text):
-            kept += 1
-            growing.grow(sample.ids[:kept].tolist())
-        ids, logprobs = sample.ids[:kept].tolist(), sample.logprobs[:kept].tolist()
+        ids: list[int] = []
+        growing = _Text(self._vocabulary)
+        for id in sample.ids.tolist():
+            if len(growing.text) >= len(text):
+                break
+            ids.append(id)
+            growing.add([id])
+        logprobs = sample.logprobs[: len(ids)].tolist()
         return Reply(text, tuple(ids), tuple(logprobs), sample.stop, len(sample.ids))
 
     def _end(self, text: str) -> int | None:

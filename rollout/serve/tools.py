@@ -122,10 +122,8 @@ class _Tools:
             async for event in job.events():
                 if isinstance(event, Result):
                     return value_of(event)
-                # Agents need not read along.
-                if event["event"] not in ("thought", "report.delta"):
-                    count += 1
-                    await context.report_progress(count, message=_line(event))
+                count += 1
+                await context.report_progress(count, message=_line(event))
         finally:
             self._chat.service.owner.cancel(job)
 
