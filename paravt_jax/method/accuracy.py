@@ -129,7 +129,8 @@ _DENIED = re.compile(
 # --- ranges of seconds ---
 
 # Digits are matched possessively ("++"): with thousands of digits, backtracking would take forever.
-_NUMBER = r"(?<![\d.:])(?:\d++(?:\.\d*+)?|\.\d++)"
+# The commas of "1,000 to 1,200" group thousands; that of "[10,200]", the only joint, does not.
+_NUMBER = r"(?<![\d.:])(?:(?:[1-9]\d?,\d{3}(?!\d)|\d++)(?:\.\d*+)?|\.\d++)"
 _TIME = rf"(?:(?<![\d.:])(?:\d++:)?\d++:[0-5]?\d(?:\.\d++)?|{_NUMBER})(?![\d:]|\.\d)"
 _SECONDS = r"(?:\s*(?:s|secs?|seconds?)(?![A-Za-z])\.?)?"
 _HEDGE = r"(?:(?:about|around|approximately|roughly|second|at|the)\s+|t\s?=\s?|~\s*)*"
@@ -347,9 +348,9 @@ def choice_accuracy(prediction: str, answer: str, options: Sequence[str] = ()) -
 
 
 def _seconds(text: str) -> float:
-    """Return the seconds of "73.5", "1:13.5" or "-1:00:13"."""
+    """Return the seconds of "73.5", "1,073.5", "1:13.5" or "-1:00:13"."""
     total = 0.0
-    for digits in text.removeprefix("-").split(":"):
+    for digits in text.removeprefix("-").replace(",", "").split(":"):
         total = total * 60 + float(digits)
     return -total if text.startswith("-") else total
 
@@ -365,15 +366,15 @@ def read_range(text: str) -> tuple[float, float] | None:
     text = _DRESS.sub("", _BOXED.sub(r" \1 ", _FONT.sub(r"\1", text)))
     text = " ".join(_AROUND.sub(" ", text).split())
     text = _DURATION.sub(_in_seconds, _SHARED_UNIT.sub(r"\1 \2", text))
-    joined = _RANGE.search(text)
-    if joined:
-        return _seconds(joined["start"]), _seconds(joined["end"])
-    start, end = _START.search(text), _END.search(text)
-    return (_seconds(start["time"]), _seconds(end["time"])) if start and end else None
+    joined, start, end = (form.search(text) for form in (_RANGE, _START, _END))
+    # The comma of "starts at 1,200 s" joins no times.
+    if start and end and (not joined or "," in start["time"] + end["time"]):
+        return _seconds(start["time"]), _seconds(end["time"])
+    return (_seconds(joined["start"]), _seconds(joined["end"])) if joined else None
 
 
 def _in_seconds(time: re.Match[str]) -> str:
-    hours, minutes, seconds = (float(digits or 0) for digits in time.groups())
+    hours, minutes, seconds = (_seconds(digits or "0") for digits in time.groups())
     return f"{3600 * hours + 60 * minutes + seconds:.3f} s "
 
 

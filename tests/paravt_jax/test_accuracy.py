@@ -154,6 +154,20 @@ def test_grounding(said, score):
     assert grounding_accuracy(said, "[10, 20]") == score
 
 
+@pytest.mark.parametrize(
+    "text, read",
+    [
+        ("1,000 to 1,200 seconds", (1000, 1200)),
+        ("[990, 12,345.5]", (990, 12345.5)),
+        ("starts at 1,000 s and ends at 1,200 s", (1000, 1200)),
+        ("[10,200]", (10, 200)),
+        ("0,100", (0, 100)),
+    ],
+)
+def test_a_comma_groups_thousands_if_something_else_joins_the_times(text, read):
+    assert read_range(text) == read
+
+
 def test_grounding_of_an_unreadable_answer():
     assert grounding_accuracy("around noon", "Around noon.") == 1
     assert grounding_accuracy("10, 20", "around noon") == 0

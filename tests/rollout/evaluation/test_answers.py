@@ -34,7 +34,6 @@ ANSWERS: list[dict[str, Any]] = [
 MISSES = {
     "lvbench-004": "a verdict beside each option, without a conclusion, counts as unread",
     "mlvu-031": "an option's words inside a sentence count as unread",
-    "charades-068": "the comma of 1,000 joins two numbers",
     "charades-142": "two events with a time each are read by a person only, so it counts as unread",
     "charades-184": "'frames 73 to 130': frame numbers are taken for seconds",
 }
