@@ -11,7 +11,6 @@ import os
 import pathlib
 import re
 
-import fsspec.config
 from etils import epath
 
 AnyPath = pathlib.Path | epath.Path
@@ -47,6 +46,8 @@ def any_path(path: str | os.PathLike[str]) -> AnyPath:
         raise ModuleNotFoundError(
             f"{path} needs the package gcsfs; install it with pip install -e '.[gcs]'"
         )
+    import fsspec.config
+
     # TensorStore and other hosts write beside gcsfs, so what it listed before does not count.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     return epath.Path(path)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float64, Int64
-from scipy import special
 
 _UPPER = 0.975  # the upper end of a two-sided 95 % interval
 _NO_SPREAD = 1e-12
@@ -103,6 +102,9 @@ def _quantile(videos: Int64[np.ndarray, "n"]) -> float:
     distribution's if every question has a video of its own, as in Wilson's and in Bonett and
     Price's intervals.
     """
+    # Imported here: it takes longer than everything else that a page of episodes imports.
+    from scipy import special
+
     count = _count(videos)
     if count in (1, len(videos)):
         return float(special.ndtri(_UPPER))

@@ -19,8 +19,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from paravt_jax.data.frame_reader import FrameReader
-from paravt_jax.data.frames import ReadTask, VideoError, VideoInfo
+from paravt_jax.data.frames import FrameSource, ReadTask, VideoError, VideoInfo
 from paravt_jax.method.accuracy import chosen_option, read_range
 from rollout.report.templates import environment, number, plural, seconds
 
@@ -37,7 +36,7 @@ _SMALLEST_BAR = 0.6  # per cent of the time axis; narrower bars would be invisib
 
 
 def episode_page(run_dir: pathlib.Path, episode: dict[str, Any]) -> str:
-    """Render a page with the answer, the moments that support it, and a card, see
+    """Render a page with the answer, the moments that were looked at, and a card, see
     `episode_card`."""
     video = run_dir / episode["video"]
     card = episode_card(video, episode, unfolded=True)
@@ -80,7 +79,7 @@ def episode_card(
 
 
 def _moments(path: pathlib.Path, card: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what supports the answer: the answered window, and those that reports are about.
+    """Return the moments to show beside the answer: its own, and those that reports are about.
 
     Each has a picture, of the time that its text names or of its middle.
     """
@@ -246,7 +245,10 @@ def _frames(video: pathlib.Path | None, times: Sequence[float]) -> dict[str, Any
 
 # One process for all pages that this one makes. It ends with this one.
 @functools.cache
-def _reader() -> FrameReader:
+def _reader() -> FrameSource:
+    # The decoders are imported when the first video is shown.
+    from paravt_jax.data.frame_reader import FrameReader
+
     return FrameReader(workers=1)
 
 

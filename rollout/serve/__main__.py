@@ -17,7 +17,6 @@ if __name__ == "__main__":
 import dataclasses
 import os
 import pathlib
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Literal
@@ -84,10 +83,11 @@ def serve(settings: ServeSettings) -> None:
         from rollout.serve.app import HttpLimits, Server
         from rollout.serve.chat import Chat
         from rollout.serve.files import FileLimits, Files
+        from rollout.serve.guard import listen
     except ImportError as error:
         raise ImportError(f"{error}; pip install 'paravt-jax[serve]'") from error
     keys = _keys(settings)
-    _require_free(settings.host, settings.port)
+    listen(settings.host, settings.port).close()  # fails before the weights are read
     require_local("--videos", settings.videos)
     videos = pathlib.Path(settings.videos) if settings.videos else None
     if videos is not None and not videos.is_dir():
@@ -117,15 +117,6 @@ def serve(settings: ServeSettings) -> None:
         timeout_graceful_shutdown=3,
         limit_concurrency=1024,
     )
-
-
-def _require_free(host: str, port: int) -> None:
-    """Fail before the weights are read if another program listens there."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        raise ValueError(f"--host {host} --port {port}: {error}; give another port") from error
 
 
 def _name(model: str) -> str:

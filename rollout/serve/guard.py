@@ -1,4 +1,4 @@
-"""Keeps pages of other sites away from a server on this machine.
+"""Opens the address of a server on this machine, and keeps pages of other sites away from it.
 
 A page that somebody visits can send requests to their loopback address, and can point its own name
 at that address to read the replies (DNS rebinding).
@@ -6,6 +6,7 @@ at that address to read the replies (DNS rebinding).
 
 from __future__ import annotations
 
+import socket
 import urllib.parse
 from collections.abc import Collection
 
@@ -14,6 +15,17 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open the socket of a server. Raise ValueError if its address is in use or does not exist."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--host {host} --port {port}: {error}; give another port or address"
+        ) from error
 
 
 class Guard:

@@ -35,7 +35,7 @@ from paravt_jax.data.any_path import require_local
 from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
 from rollout.report.episode_card import episode_card
 from rollout.report.templates import environment
-from rollout.serve.guard import Guard
+from rollout.serve.guard import Guard, listen
 from rollout.view.atif import trajectory
 from rollout.view.change import changes
 from rollout.view.index import Folder, Record, Row
@@ -165,11 +165,12 @@ def open_folders(settings: Settings) -> Viewer:
 
     Raises:
         FolderError, DamagedFileError: A folder has none, or a file is damaged.
-        FileNotFoundError: A folder of videos does not exist.
-        ValueError: There is no such port.
+        FileNotFoundError: A folder of videos does not exist, or the one to write to.
     """
-    if not 0 <= settings.port < 1 << 16:
-        raise ValueError(f"--port {settings.port}: there is no such port; give one up to 65535")
+    if not pathlib.Path(settings.atif).parent.is_dir():
+        raise FileNotFoundError(
+            f"--atif {settings.atif}: its folder does not exist; make it, or name another file"
+        )
     folders: list[Folder] = []
     for flag, path in (("folder", settings.folder), ("other", settings.other)):
         require_local(flag, path)
@@ -195,17 +196,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             with open(settings.atif, "w", encoding="utf-8") as file:
                 file.writelines(viewer.atif(row.key for row in viewer.rows()))
             return 0
+        listener = listen(settings.host, settings.port)
     except USER_ERRORS as error:
         print(error, file=sys.stderr)
         return exit_code(error)
-    config = uvicorn.Config(
-        viewer.app([settings.host]), settings.host, settings.port, log_level="warning"
-    )
-    # It ends the command with one line if the address is in use.
-    socket = config.bind_socket()
-    print(f"http://{settings.host}:{socket.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
+    print(f"http://{settings.host}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
+    config = uvicorn.Config(viewer.app([settings.host]), log_level="warning")
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run([socket])
+        uvicorn.Server(config).run([listener])
     return 0
 
 

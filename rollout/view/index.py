@@ -146,7 +146,7 @@ def _row(key: str, folder: str, head: Record) -> Row:
     question, rewards = head["question"], head.get("rewards", {})
     answer = head["answer"]
     # Two runs have the same video in folders of their own.
-    asked = [question, pathlib.PurePath(head["video"]).name]
+    asked = [question, os.path.basename(head["video"])]
     return Row(
         key,
         folder,

@@ -253,7 +253,7 @@ function newBar(question, lane, { name, start, end }) {
   return bar;
 }
 
-/** Show on bar and report what has become of a crop: looking, done, failed or supports. */
+/** Show on bar and report what has become of a crop: looking, done or failed. */
 function mark(call, state, words) {
   call.tile.dataset.state = state;
   call.status.textContent = words;
@@ -262,11 +262,9 @@ function mark(call, state, words) {
   call.bar.ariaLabel = `Crop ${call.name}, ${span(call)}, ${words}`;
 }
 
-/** A moment that supports the answer: its frame, its time and what was reported. */
+/** A moment that was looked at: its frame, its time and what was reported. */
 function moment(question, evidence) {
   const { start, end, report } = evidence;
-  const same = Object.values(question.calls).filter((call) => call.start === start && call.end === end);
-  same.forEach((call) => mark(call, "supports", "supports the answer"));
   const button = clone("moment");
   const [frame, time, words] = button.children;
   frame.src = `${question.video.url}#t=${(start + end) / 2}`;

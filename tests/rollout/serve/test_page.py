@@ -122,9 +122,7 @@ def test_crops_light_up_side_by_side(browser, server, clip) -> None:
         assert boxes[0]["y"] == boxes[2]["y"] <= boxes[1]["y"] - boxes[0]["height"]
         assert bars.first.evaluate("bar => getComputedStyle(bar).animationName") == "none"
         server.held.clear()
-        states = ["done", "done", "supports"]
-        expect(page.locator(".bar[data-state=supports]")).to_be_visible()
-        assert [bar.get_attribute("data-state") for bar in bars.all()] == states
+        expect(page.locator(".bar[data-state=done]")).to_have_count(3)
         # What a model writes is text, never markup.
         expect(page.locator(".report p").first).to_have_text("Only a <b>4</b>.")
 
