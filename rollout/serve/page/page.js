@@ -262,10 +262,27 @@ function mark(call, state, words) {
   call.bar.ariaLabel = `Crop ${call.name}, ${span(call)}, ${words}`;
 }
 
-/** A moment that was looked at: its frame, its time and what was reported. */
-function moment(question, evidence) {
+/** The span of time that an answer names, which is [start, end] in seconds; null if it names none. */
+function spanOf(answer) {
+  const found = /^\[([\d.]+), *([\d.]+)\]$/.exec(answer);
+  return found && { start: Number(found[1]), end: Number(found[2]), report: "the answer" };
+}
+
+/** A lane with the span of time that is the answer. */
+function answerLane(question, answered) {
+  const lane = row("Answer");
+  question.lanes.append(lane);
+  const bar = newBar(question, lane.lastChild, { ...answered, name: "" });
+  bar.ariaLabel = `Answer, ${span(answered)}`;
+  bar.dataset.state = "answer";
+  lane.lastChild.append(bar);
+}
+
+/** A moment that was looked at, or answered: its frame, its time and what was reported. */
+function moment(question, evidence, state) {
   const { start, end, report } = evidence;
   const button = clone("moment");
+  button.dataset.state = state;
   const [frame, time, words] = button.children;
   frame.src = `${question.video.url}#t=${(start + end) / 2}`;
   frame.hidden = !question.video.playable;
@@ -324,12 +341,14 @@ const EVENTS = {
     announce(`Crop ${call.name}: ${event.text}`);
   },
   answer(question, { answer, option, stop, evidence, episode }) {
-    const chosen = option ? option.charCodeAt(0) - 65 : -1;
-    const text = question.options[chosen] ?? answer;
-    const choice = (each, index) => make("li", { textContent: each, ariaCurrent: String(index === chosen) });
+    const text = option ?? answer; // answers may name an option by its letter
+    const choice = (each) => make("li", { textContent: each, ariaCurrent: String(each === option) });
+    const answered = spanOf(text);
+    if (answered) answerLane(question, answered);
     question.part("answer").textContent = text ?? "";
     question.part("choices").append(...question.options.map(choice));
-    question.part("moments").append(...evidence.map((each) => moment(question, each)));
+    if (answered) question.part("moments").append(moment(question, answered, "answer"));
+    question.part("moments").append(...evidence.map((each) => moment(question, each, "done")));
     question.part("work").open = text == null;
     question.ending = text ?? `No answer: ${stop.replaceAll("_", " ")}`;
     announce(text == null ? question.ending : `Answer: ${text}`);

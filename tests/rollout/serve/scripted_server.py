@@ -26,10 +26,10 @@ CALLS = [
     for call, ((start, end), report) in enumerate(zip(WINDOWS, REPORTS, strict=True), 1)
 ]
 EVIDENCE = {"start": 2.0, "end": 3.2, "report": REPORTS[2]}
-END = {"answer": "5", "stop": "answered", "evidence": [EVIDENCE], "episode": "ep-1"}
+END = {"stop": "answered", "evidence": [EVIDENCE], "episode": "ep-1"}
 
 
-def _script(options: list[str]) -> Iterator[dict[str, Any]]:
+def _script(options: list[str], answer: str) -> Iterator[dict[str, Any]]:
     """Yield the chunks of an episode, and an empty one while the sub-agents look."""
     times = [0.25 * n for n in range(16)]
     yield {"paravt": {"event": "queued", "place": 2}}
@@ -39,8 +39,8 @@ def _script(options: list[str]) -> Iterator[dict[str, Any]]:
     yield from ({"paravt": {**call, "event": "report.delta", "text": "Well"}} for call in CALLS)
     yield {}
     yield from ({"paravt": {**call, "event": "report"}} for call in CALLS)
-    option = "ABC"[options.index("5")] if "5" in options else None
-    yield {"paravt": {**END, "event": "answer", "option": option}}
+    option = answer if answer in options else None
+    yield {"paravt": {**END, "event": "answer", "answer": answer, "option": option}}
     yield {"choices": [], "usage": {"total_tokens": 5312}}
 
 
@@ -54,11 +54,12 @@ class ScriptedServer:
         held: is set to make episodes wait while the sub-agents look.
         cancelled: is set when a client leaves an episode before its end.
         asked: the bodies of the questions.
+        answer: what it answers.
     """
 
     def __init__(self) -> None:
         self.compiling, self.held, self.cancelled = (threading.Event() for _ in range(3))
-        self.asked, self.address = list[dict[str, Any]](), ""
+        self.asked, self.address, self.answer = list[dict[str, Any]](), "", "5"
         index = FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": POLICY})
         routes = [
             Route("/", lambda _: index),
@@ -85,7 +86,7 @@ class ScriptedServer:
 
     async def stream(self) -> AsyncIterator[str]:
         try:
-            for chunk in _script(self.asked[-1]["paravt"].get("options", [])):
+            for chunk in _script(self.asked[-1]["paravt"].get("options", []), self.answer):
                 yield f"data: {json.dumps(chunk)}\n\n"
                 while not chunk and self.held.is_set():
                     await asyncio.sleep(0.02)

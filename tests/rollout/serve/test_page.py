@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,6 +107,7 @@ def test_everything_works_by_keyboard(browser, server, clip) -> None:
 
 def test_crops_light_up_side_by_side(browser, server, clip) -> None:
     server.held.set()
+    server.answer = "[2.5, 3]"
     with opened(browser, server.address, reduced_motion="reduce") as page:
         ask(page, clip)
         bars = page.get_by_role("group", name="Timeline").get_by_role("button")
@@ -123,6 +125,8 @@ def test_crops_light_up_side_by_side(browser, server, clip) -> None:
         assert bars.first.evaluate("bar => getComputedStyle(bar).animationName") == "none"
         server.held.clear()
         expect(page.locator(".bar[data-state=done]")).to_have_count(3)
+        for answered in (bars.last, page.locator(".moment").first):
+            expect(answered).to_have_accessible_name(re.compile("0:02.5 – 0:03"))
         # What a model writes is text, never markup.
         expect(page.locator(".report p").first).to_have_text("Only a <b>4</b>.")
 
