@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Literal
@@ -142,7 +141,7 @@ def ahead(task: ReadTask) -> None:
 
 def is_picture(path: str | os.PathLike) -> bool:
     """Return whether a file is a picture, judged by its name."""
-    return pathlib.PurePath(path).suffix.lower() in _PICTURES
+    return os.path.splitext(path)[1].lower() in _PICTURES
 
 
 def _picture(

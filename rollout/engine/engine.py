@@ -486,14 +486,14 @@ class Engine:
         Raises:
             VideoError: a frame cannot be read.
         """
-        request = sequence.prompt.request
-        computed = int(sequence.prompt.visual[: sequence.computed].sum())
-        ends = np.cumsum([self.features.tokens(frame) for frame in request.frames])
+        prompt = sequence.prompt
+        computed = int(prompt.visual[: sequence.computed].sum())
+        ends = prompt.frame_ends
         # The frame of the next visual token: the first one that ends after it.
         first = int(np.searchsorted(ends, computed, side="right"))
-        if first == len(request.frames):
+        if first == len(ends):
             return no_vectors()
-        vectors = self.features(request.frames[first:])
+        vectors = self.features(prompt.request.frames[first:])
         before = int(ends[first - 1]) if first else 0
         return vectors[computed - before :]
 

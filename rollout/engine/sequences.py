@@ -33,6 +33,8 @@ class Prompt:
     """Identity of each token, for the page tree. Placeholders of different frames differ here."""
     visual: Bool[np.ndarray, " t"]
     """Placeholders of the request's frames. Later placeholders come from a model and are text."""
+    frame_ends: Int[np.ndarray, " f"]
+    """Visual tokens of each frame and of those before it."""
     positions: Int[np.ndarray, "3 t"]
     """M-RoPE positions."""
     deadline: float
@@ -169,6 +171,7 @@ def make_prompt(
         request=dataclasses.replace(request, ids=ids),
         content=content,
         visual=visual,
+        frame_ends=np.cumsum(tokens, dtype=int),
         positions=_positions(ids, visual_end, grids, config),
         deadline=deadline,
     )
