@@ -156,28 +156,28 @@ async def load(served: Served, videos: list[str], clients: int, seconds: float) 
     memory: list[float] = []
     end = time.monotonic() + seconds
 
-    async def ask_on(number: int) -> None:
+    async def ask_on(number: int, client: httpx2.AsyncClient) -> None:
         chance = random.Random(number)
         ask = HOSTILE[number // 10 % len(HOSTILE)] if number % 10 == 0 else polite
-        async with make_client() as client:
-            while time.monotonic() < end:
-                begin = time.monotonic()
-                try:
-                    status = await ask(client, chance.choice(videos), chance.randrange(0, 128, 16))
-                except (httpx2.TransportError, AssertionError) as error:
-                    status = f"lost: {type(error).__name__}"
-                replies[f"{ask.__name__} {status}"] += 1
-                if status == 200 and ask is polite:
-                    took.append(time.monotonic() - begin)
-                elif status != 200:
-                    await asyncio.sleep(1 + chance.random())
+        while time.monotonic() < end:
+            begin = time.monotonic()
+            try:
+                status = await ask(client, chance.choice(videos), chance.randrange(0, 128, 16))
+            except (httpx2.TransportError, AssertionError) as error:
+                status = f"lost: {type(error).__name__}"
+            replies[f"{ask.__name__} {status}"] += 1
+            if status == 200 and ask is polite:
+                took.append(time.monotonic() - begin)
+            elif status != 200:
+                await asyncio.sleep(1 + chance.random())
 
     async def watch() -> None:
         while time.monotonic() < end:
             memory.append(served.memory())
             await asyncio.sleep(5)
 
-    await asyncio.gather(watch(), *[ask_on(number) for number in range(clients)])
+    async with make_client() as client:
+        await asyncio.gather(watch(), *[ask_on(number, client) for number in range(clients)])
     third = max(1, len(memory) // 3)
     return {
         "replies": dict(sorted(replies.items())),
@@ -190,9 +190,12 @@ async def load(served: Served, videos: list[str], clients: int, seconds: float) 
 
 
 def make_client() -> httpx2.AsyncClient:
-    headers = {"Authorization": f"Bearer {KEY}"}
+    """Return what opens a connection for each request that is going on."""
     return httpx2.AsyncClient(
-        base_url=f"http://127.0.0.1:{PORT}", headers=headers, timeout=httpx2.Timeout(600.0)
+        base_url=f"http://127.0.0.1:{PORT}",
+        headers={"Authorization": f"Bearer {KEY}"},
+        timeout=httpx2.Timeout(600.0),
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
     )
 
 
