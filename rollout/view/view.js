@@ -256,7 +256,9 @@ const setting = (row) => [
 function sameQuestion(row, beside) {
   const same = all.filter((each) => each.same === row.same);
   if (same.length === 1) return [];
-  const time = (each) => [each.folder, ORDER[each.split] ?? 0, each.step, each.split].join(" ");
+  const folders = [...new Set(all.map((each) => each.folder))]; // as they were named
+  const time = (each) =>
+    [folders.indexOf(each.folder), ORDER[each.split] ?? 0, each.step, each.split].join(" ");
   const moments = [...new Map(same.map((each) => [moment(each), time(each)]))]
     .sort((a, b) => collator.compare(a[1], b[1])).map(([name]) => name);
   const link = (each) => {

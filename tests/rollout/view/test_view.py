@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 
@@ -110,9 +111,17 @@ def test_the_last_answer_to_each_question_of_each_benchmark_counts(episodes, tmp
     assert folder.record(folder.rows()[1].key) == again
 
 
-def test_a_folder_without_episodes_ends_the_command_with_one_line(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+def test_a_mistake_ends_the_command_with_one_line(run_dir, tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = str(used.getsockname()[1])
+        for mistake in (
+            [str(tmp_path)],
+            [str(run_dir), "--port", port],
+            [str(run_dir), "--port", "70000"],
+            [str(run_dir), "--atif", str(tmp_path / "missing" / "all.jsonl")],
+        ):
+            assert main(mistake) == 1
+            assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(FolderError, match="no episodes"):
         open_folders(Settings(str(tmp_path)))
 
