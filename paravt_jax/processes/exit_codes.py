@@ -53,9 +53,9 @@ _TEMPORARY_ERRNOS = (
 )
 
 
-def stop_at_once(*_: object) -> None:
+def stop_at_once(*_: object, line: str = "stopped; give the same command again") -> None:
     """Handle Ctrl-C while a command imports its modules: one line instead of a traceback."""
-    os.write(2, b"\nstopped; give the same command again\n")
+    os.write(2, f"\n{line}\n".encode())
     os._exit(130)
 
 

@@ -69,6 +69,7 @@ class Engine:
         version: number of the weights.
         prefilled_tokens: prompt tokens that were computed so far.
         reused_tokens: prompt tokens that were found in the cache.
+        sampled_tokens: tokens that were sampled so far.
         waiting: sequences without a slot, in the order in which they are admitted.
         running: sequences that are being decoded.
         unanswered: the sample of every open request, by ticket; None while it is unfinished.
@@ -88,6 +89,7 @@ class Engine:
         self.clock = clock
         self.prefilled_tokens = 0
         self.reused_tokens = 0
+        self.sampled_tokens = 0
         self.runner = ModelRunner(model, settings)
         self.tree = PageTree(settings.pages, settings.page)
         self.waiting: collections.deque[EngineSequence] = collections.deque()
@@ -509,6 +511,7 @@ class Engine:
 
     def _extend(self, sequence: EngineSequence, decoded: Decoded) -> None:
         """Append new tokens, and finish a sample that ended."""
+        self.sampled_tokens += len(decoded.ids)
         sequence.drawn += decoded.ids
         sequence.logprobs += decoded.logprobs
         # All but the last token: the last one drawn has not been fed to the model yet.

@@ -20,6 +20,7 @@ from rollout.engine.pages import page_count
 BUCKET = 256
 _STEP = 16  # the lengths of a run are multiples of this
 LABEL_TOKENS = 12  # a frame's time and vision marks: up to 99,999.9 seconds in Qwen's tokenizer
+LATEST = 99_999.9  # seconds: prompts have room for labels as long as that of this time
 REQUEST_TOKENS = 32  # a sub-agent's prompt without its frames: 24 with Qwen's tokenizer
 _LONG = 4096  # tokens of a long sequence
 

@@ -24,6 +24,7 @@ from paravt_jax.method.protocol import Protocol
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from rollout.engine.settings import (
+    LATEST,
     EngineSizes,
     crop_tokens,
     overview_tokens,
@@ -34,9 +35,6 @@ from rollout.evaluation.files import VideoFolder
 from rollout.evaluation.replicas import Devices
 from rollout.evaluation.settings import SUBTITLE_TOKENS, BenchmarkSettings
 from rollout.evaluation.split import SplitPlayer
-
-# Timestamp in seconds, as long as any label gets. It bounds the lengths of prompts.
-_LATEST_FRAME = 99_999.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +70,10 @@ def make_setup(settings: BenchmarkSettings, loaded: Loaded, videos: VideoFolder)
     vocabulary = tokenizer_file.load(base, family_of(config).dialect)
     protocol = Protocol(vocabulary, settings.protocol)
     crop_frame = frame_tokens(settings.frames(), config.vision, crop=True)
-    crop = crop_tokens(protocol, crop_frame, _LATEST_FRAME)
+    crop = crop_tokens(protocol, crop_frame, LATEST)
     size = frame_tokens(settings.frames(), config.vision)
     with_tools = settings.episode_settings().dispatch != "none"
-    main = overview_tokens(protocol, settings.k, size, _LATEST_FRAME, with_tools)
+    main = overview_tokens(protocol, settings.k, size, LATEST, with_tools)
     main += settings.protocol.text_tokens
     if any(item.subtitles or item.question.subtitles for item in loaded.items):
         main += SUBTITLE_TOKENS

@@ -15,6 +15,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, stop_at_once)
 
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -102,20 +103,20 @@ def serve(settings: ServeSettings) -> None:
     limits = FileLimits(settings.max_video * mib, settings.max_minutes, settings.max_uploads * mib)
     files = Files(service.reader, limits, videos)
     name = settings.name or _name(settings.model)
-    server = Server(service, files, Chat(service, files, name), keys)
+    server = Server(Chat(service, files, name), keys)
     http = HttpLimits(body=256 * mib, upload=(settings.max_video + 1) * mib, bodies=4096 * mib)
     app = server.app([settings.host, *settings.hosts], http)
-    print(
-        f"{name} at http://{settings.host}:{settings.port}; /ready says when programs are compiled",
-        file=sys.stderr,
-    )
+    address = f"http://{settings.host}:{settings.port}"
+    print(f"{name} at {address}; /ready says when programs are compiled", file=sys.stderr)
+    stop = functools.partial(stop_at_once, line="stopped; uploads are deleted")
+    signal.signal(signal.SIGINT, stop)  # uvicorn ends its work before
     uvicorn.run(
         app,
         host=settings.host,
         port=settings.port,
         log_level="warning",
         timeout_graceful_shutdown=3,
-        limit_concurrency=1024,
+        limit_concurrency=512,
     )
 
 

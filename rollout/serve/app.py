@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import prometheus_client
+import pydantic
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
@@ -31,9 +32,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.report.episode_card import episode_page
-from rollout.serve.chat import PLAIN, Chat, Exchange, read_request
+from rollout.serve.chat import PLAIN, Chat
+from rollout.serve.chat_reply import Exchange
+from rollout.serve.chat_request import ChatRequest, refusal
 from rollout.serve.errors import ApiError
-from rollout.serve.files import KEPT, Files
+from rollout.serve.files import KEPT
 from rollout.serve.guard import Guard
 from rollout.serve.service import Service
 from rollout.serve.tools import tools_app
@@ -41,7 +44,9 @@ from rollout.serve.tools import tools_app
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _PAGE = pathlib.Path(__file__).parent / "page"
-_SECONDS_PER_CHUNK = 30.0  # a client that sends nothing for longer is gone
+_PATIENCE = 30.0  # seconds: a client that sends nothing for longer is gone
+_SLOWEST = 2**20  # bytes per second in which the largest body has to arrive
+_ERRORS = (ApiError, pydantic.ValidationError, HTTPException, ClientDisconnect, Exception)
 # The page's own files, and nothing of anybody else.
 _POLICY = "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:"
 
@@ -76,6 +81,7 @@ class BodyLimit:
         size = 0
         whole = False
         too_large = ApiError(413, f"body: more than {most / 2**20:,.0f} MiB; send less")
+        ends = time.monotonic() + _PATIENCE + most / _SLOWEST
 
         async def receive_limited() -> Message:
             nonlocal size, whole
@@ -84,10 +90,11 @@ class BodyLimit:
             if declared > most:
                 raise too_large
             try:
-                async with asyncio.timeout(_SECONDS_PER_CHUNK):
+                async with asyncio.timeout(min(_PATIENCE, ends - time.monotonic())):
                     message = await receive()
             except TimeoutError:
-                raise ApiError(408, "body: nothing arrived for 30 s; send it again") from None
+                message = f"body: a pause of {_PATIENCE:g} s, or too slow as a whole; send it again"
+                raise ApiError(408, message) from None
             chunk = len(message.get("body", b""))
             whole = not message.get("more_body", False)
             size += chunk
@@ -95,9 +102,7 @@ class BodyLimit:
             if size > most:
                 raise too_large
             if self.reading > self.limits.bodies:
-                raise ApiError(
-                    429, "body: too many large requests at once; try again later", retry=5
-                )
+                raise ApiError(429, "body: too many large requests; try again later", retry=5)
             return message
 
         try:
@@ -106,57 +111,105 @@ class BodyLimit:
             self.reading -= size
 
 
-class Metrics:
-    """Figures for Prometheus."""
+class Requests:
+    """Count all requests to an application, whoever answers them, and time them.
 
-    def __init__(self, service: Service):
-        self.registry = prometheus_client.CollectorRegistry()
-        self.refusals = prometheus_client.Counter(
-            "paravt_refusals", "Requests that failed, by cause.", ["cause"], registry=self.registry
-        )
-        self.tokens = prometheus_client.Counter(
-            "paravt_tokens", "Tokens by kind.", ["kind"], registry=self.registry
-        )
+    A handler whose reply fails after its beginning sets `status` in the state of the request.
+    """
+
+    def __init__(self, app: ASGIApp, registry: prometheus_client.CollectorRegistry):
+        self.app = app
         self.seconds = prometheus_client.Histogram(
-            "paravt_answer_seconds",
-            "Seconds from request to end.",
-            registry=self.registry,
+            "paravt_request_seconds",
+            "Seconds from a request to the end of its reply.",
+            ["route", "status"],
+            registry=registry,
             buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
         )
-        for name, what, value in (
-            ("paravt_playing", "Requests that are answered.", lambda: len(service.owner.playing)),
-            ("paravt_waiting", "Requests in the queue.", lambda: len(service.owner.waiting)),
-            ("paravt_ready", "Whether questions are answered.", lambda: service.is_ready),
-        ):
-            gauge = prometheus_client.Gauge(name, what, registry=self.registry)
-            gauge.set_function(value)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun = time.monotonic()
+        state = scope.setdefault("state", {})
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                state["status"] = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noted)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            labels = self.seconds.labels(route, state.get("status", 499))
+            labels.observe(time.monotonic() - begun)
+
+
+class WithKey:
+    """Let clients with a key in; `client` in the state of their requests says who they are.
+
+    Args:
+        app: Gets their requests.
+        keys: The keys; without any, all come in.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]):
+        self.app = app
+        self.keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ").strip().encode()
+        # All of them are compared, so that the time tells nothing.
+        known = [hmac.compare_digest(key, other.encode()) for other in self.keys]
+        if self.keys and not any(known):
+            message = "Authorization: no such key; send 'Bearer KEY' with one of this server's keys"
+            raise ApiError(401, message, code="invalid_api_key")
+        scope["state"]["client"] = hashlib.sha256(key).hexdigest() if self.keys else ""
+        await self.app(scope, receive, send)
+
+
+def _registry(service: Service) -> prometheus_client.CollectorRegistry:
+    """Return figures of a service for Prometheus."""
+    registry = prometheus_client.CollectorRegistry()
+    owner, engine = service.owner, service.engine
+    for name, what, value in (
+        ("playing", "Requests that are answered.", lambda: len(owner.playing)),
+        ("waiting", "Requests in the queue.", lambda: len(owner.waiting)),
+        ("ready", "Whether questions are answered.", lambda: service.is_ready),
+        ("prompt_tokens", "Tokens of prompts so far.", lambda: engine.prefilled_tokens),
+        ("cached_tokens", "Those that were in the cache.", lambda: engine.reused_tokens),
+        ("sampled_tokens", "Sampled tokens so far.", lambda: engine.sampled_tokens),
+    ):
+        prometheus_client.Gauge(f"paravt_{name}", what, registry=registry).set_function(value)
+    return registry
 
 
 class Server:
-    """The routes over one `Service`.
+    """The routes.
 
     Args:
-        service: The model.
-        files: Videos and pictures of clients.
-        chat: Answers chat completions.
+        chat: Answers chat completions, with its service and files.
         keys: Keys of clients; without any, none is asked for.
     """
 
-    def __init__(self, service: Service, files: Files, chat: Chat, keys: Sequence[str] = ()):
-        self.service = service
-        self.files = files
+    def __init__(self, chat: Chat, keys: Sequence[str] = ()):
         self.chat = chat
+        self.service = chat.service
+        self.files = chat.files
         self.keys = keys
-        self.metrics = Metrics(service)
-        self.tools = tools_app(chat, self.owner_of)
+        self.registry = _registry(chat.service)
+        self.tools = tools_app(chat)
 
-    def app(self, hosts: Sequence[str], limits: HttpLimits) -> Starlette:
+    def app(self, hosts: Sequence[str], limits: HttpLimits) -> ASGIApp:
         """Return the server as an ASGI application.
 
         Args:
             hosts: Names under which it is reached, besides those of loopback.
             limits: Limits of requests.
         """
+        with_key = [Middleware(WithKey, keys=self.keys)]
         routes = [
             Route("/", self._page_file("index.html")),
             Route("/page.js", self._page_file("page.js")),
@@ -165,27 +218,20 @@ class Server:
             Route("/ready", self._ready),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
-            Route("/v1/chat/completions", self._with_key(self._chat), methods=["POST"]),
-            Route("/v1/files", self._with_key(self._upload), methods=["POST"]),
-            Route("/v1/files/{id}", self._with_key(self._file), methods=["GET", "DELETE"]),
-            Route("/v1/files/{id}/content", self._with_key(self._content)),
-            Route("/v1/episodes/{id}.{form}", self._with_key(self._episode)),
-            Route("/mcp", _WithKey(self.tools, self.owner_of)),
+            Route("/v1/chat/completions", self._chat, methods=["POST"], middleware=with_key),
+            Route("/v1/files", self._upload, methods=["POST"], middleware=with_key),
+            Route("/v1/files/{id}", self._file, methods=["GET", "DELETE"], middleware=with_key),
+            Route("/v1/files/{id}/content", self._content, middleware=with_key),
+            Route("/v1/episodes/{id}.{form}", self._episode, middleware=with_key),
+            Route("/mcp", self.tools, middleware=with_key),
         ]
-        return Starlette(
+        app = Starlette(
             routes=routes,
-            middleware=[
-                Middleware(Guard, hosts=hosts),
-                Middleware(BodyLimit, limits=limits),
-            ],
-            exception_handlers={
-                ApiError: self._refuse,
-                HTTPException: self._refuse_http,
-                ClientDisconnect: self._refuse_gone,
-                Exception: self._fail,
-            },
+            middleware=[Middleware(BodyLimit, limits=limits)],
+            exception_handlers=dict.fromkeys(_ERRORS, _refuse),
             lifespan=self._lifespan,
         )
+        return Requests(Guard(app, hosts), self.registry)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -207,34 +253,6 @@ class Server:
             except OSError:
                 _log.exception("old uploads could not be deleted")
 
-    # --- who asks ---
-
-    def _with_key(
-        self, handler: Callable[[Request, str], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a handler that needs a key. It gets the request, and who asks."""
-
-        async def checked(request: Request) -> Response:
-            return await handler(request, self.owner_of(request.headers.get("authorization", "")))
-
-        return checked
-
-    def owner_of(self, authorization: str) -> str:
-        """Return who sends a header with this key.
-
-        Raises:
-            ApiError: The key is wrong or missing.
-        """
-        if not self.keys:
-            return ""
-        key = authorization.removeprefix("Bearer ").strip().encode()
-        # All of them are compared, so that the time tells nothing.
-        known = [hmac.compare_digest(key, other.encode()) for other in self.keys]
-        if not any(known):
-            message = "Authorization: no such key; send 'Bearer KEY' with one of this server's keys"
-            raise ApiError(401, message, code="invalid_api_key")
-        return hashlib.sha256(key).hexdigest()
-
     # --- routes ---
 
     def _page_file(self, name: str) -> Callable[[Request], Awaitable[Response]]:
@@ -248,16 +266,16 @@ class Server:
 
     async def _ready(self, request: Request) -> Response:
         ready = self.service.is_ready
-        failed = self.service.owner.failed
+        failed = self.service.owner.ended
         status = "ready" if ready else "failed" if failed else "compiling"
         return JSONResponse({"status": status}, 200 if ready else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        text = prometheus_client.generate_latest(self.metrics.registry)
+        text = prometheus_client.generate_latest(self.registry)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> Response:
-        about = {"frames": self.service.settings.frames, "context": self.service.context}
+        paravt = {"frames": self.service.settings.frames, "context": self.service.context}
         models = [
             {
                 "id": name,
@@ -265,65 +283,48 @@ class Server:
                 "created": 0,
                 "owned_by": "paravt",
                 "max_model_len": self.service.context,
-                "paravt": about,
+                "paravt": paravt,
             }
             # Evaluators that cannot name a model ask the first one.
             for name in (self.chat.name + PLAIN, self.chat.name)
         ]
         return JSONResponse({"object": "list", "data": models})
 
-    async def _chat(self, request: Request, owner: str) -> Response:
+    async def _chat(self, request: Request) -> Response:
         body = await request.body()
         # Large bodies take long, and others are served meanwhile.
-        asked = await asyncio.to_thread(read_request, body)
-        exchange = await _unless_gone(request, self.chat.begin(asked, owner))
+        asked = await asyncio.to_thread(ChatRequest.model_validate_json, body)
+        exchange = await _unless_gone(request, self.chat.begin(asked, request.state.client))
         if asked.stream:
-            return _Stream(self._stream(exchange), exchange)
+            return _Stream(_events(request, exchange), exchange)
         try:
-            reply = await _unless_gone(request, exchange.reply())
+            return JSONResponse(await _unless_gone(request, exchange.reply()))
         finally:
             exchange.cancel()
-        self._count(exchange)
-        return JSONResponse(reply)
 
-    async def _stream(self, exchange: Exchange) -> AsyncIterator[str]:
-        """Yield server-sent events."""
-        try:
-            async for chunk in exchange.chunks():
-                yield f"data: {json.dumps(chunk)}\n\n"
-            self._count(exchange)
-            yield "data: [DONE]\n\n"
-        except ApiError as error:
-            self._note(error)
-            yield f"data: {json.dumps(error.body())}\n\n"
-
-    def _count(self, exchange: Exchange) -> None:
-        for kind in ("prompt", "completion"):
-            self.metrics.tokens.labels(kind).inc(exchange.usage[f"{kind}_tokens"])
-        self.metrics.seconds.observe(time.monotonic() - exchange.begun)
-
-    async def _upload(self, request: Request, owner: str) -> Response:
+    async def _upload(self, request: Request) -> Response:
         async with request.form(max_files=1, max_fields=8) as form:
             file = form.get("file")
             if not isinstance(file, UploadFile):
                 raise ApiError(400, "file: missing; send a form with the video as file")
-            upload, info = await self.files.upload(file.file, file.filename or "video", owner)
-        about = {"duration": info.duration, "width": info.width, "height": info.height}
-        return JSONResponse(upload.about() | {"paravt": about})
+            name = file.filename or "video"
+            upload, info = await self.files.upload(file.file, name, request.state.client)
+        paravt = {"duration": info.duration, "width": info.width, "height": info.height}
+        return JSONResponse(upload.as_json() | {"paravt": paravt})
 
-    async def _file(self, request: Request, owner: str) -> Response:
-        id = request.path_params["id"]
+    async def _file(self, request: Request) -> Response:
+        id, client = request.path_params["id"], request.state.client
         if request.method == "GET":
-            return JSONResponse(self.files.find(id, owner).about())
-        self.files.delete(id, owner)
+            return JSONResponse(self.files.find(id, client).as_json())
+        self.files.delete(id, client)
         return JSONResponse({"id": id, "object": "file", "deleted": True})
 
-    async def _content(self, request: Request, owner: str) -> Response:
-        upload = self.files.find(request.path_params["id"], owner)
+    async def _content(self, request: Request) -> Response:
+        upload = self.files.find(request.path_params["id"], request.state.client)
         return FileResponse(upload.path, filename=upload.name)
 
-    async def _episode(self, request: Request, owner: str) -> Response:
-        kept = self.chat.find(request.path_params["id"], owner)
+    async def _episode(self, request: Request) -> Response:
+        kept = self.chat.episodes.find(request.path_params["id"], request.state.client)
         record = self.service.record(kept.answer, kept.settings)
         if request.path_params["form"] == "json":
             return JSONResponse(record)
@@ -332,41 +333,31 @@ class Server:
         record |= {"video": kept.answer.question.video}
         return HTMLResponse(await asyncio.to_thread(episode_page, pathlib.Path("/"), record))
 
-    # --- errors ---
 
-    async def _refuse(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        self._note(error)
-        return JSONResponse(error.body(), error.status, error.headers)
-
-    def _note(self, error: ApiError) -> None:
-        self.metrics.refusals.labels(error.code or str(error.status)).inc()
-
-    async def _refuse_http(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        refusal = ApiError(error.status_code, f"{request.url.path}: {error.detail}")
-        return JSONResponse(refusal.body(), refusal.status)
-
-    async def _refuse_gone(self, request: Request, error: Exception) -> Response:
-        return await self._refuse(request, _gone())
-
-    async def _fail(self, request: Request, error: Exception) -> Response:
-        _log.error("a request failed", exc_info=error)
-        failure = ApiError(500, f"the server failed ({type(error).__name__}); see its log")
-        self._note(failure)
-        return JSONResponse(failure.body(), 500)
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Return an error as a response."""
+    match error:
+        case ApiError():
+            return error.response()
+        case pydantic.ValidationError():
+            return refusal(error).response()
+        case HTTPException():
+            return ApiError(error.status_code, f"{request.url.path}: {error.detail}").response()
+        case ClientDisconnect():
+            return ApiError(499, "the client closed the connection").response()
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, f"the server failed ({type(error).__name__}); see its log").response()
 
 
-class _WithKey:
-    """An application for clients with a key."""
-
-    def __init__(self, app: ASGIApp, owner_of: Callable[[str], str]):
-        self.app = app
-        self.owner_of = owner_of
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.owner_of(Headers(scope=scope).get("authorization", ""))
-        await self.app(scope, receive, send)
+async def _events(request: Request, exchange: Exchange) -> AsyncIterator[str]:
+    """Yield server-sent events."""
+    try:
+        async for chunk in exchange.chunks():
+            yield f"data: {json.dumps(chunk)}\n\n"
+        yield "data: [DONE]\n\n"
+    except ApiError as error:
+        request.state.status = error.status
+        yield f"data: {json.dumps(error.body())}\n\n"
 
 
 class _Stream(StreamingResponse):
@@ -388,7 +379,7 @@ async def _unless_gone(request: Request, reply: Awaitable[T]) -> T:
     """Wait for something, as long as the client does.
 
     Raises:
-        ApiError: The client has closed its connection.
+        ClientDisconnect: It has closed its connection.
     """
     writing = asyncio.ensure_future(reply)
     leaving = asyncio.ensure_future(_disconnect(request))
@@ -396,14 +387,10 @@ async def _unless_gone(request: Request, reply: Awaitable[T]) -> T:
         await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
         if writing.done():
             return writing.result()
-        raise _gone()
+        raise ClientDisconnect
     finally:
         writing.cancel()
         leaving.cancel()
-
-
-def _gone() -> ApiError:
-    return ApiError(499, "the client closed the connection")
 
 
 async def _disconnect(request: Request) -> None:

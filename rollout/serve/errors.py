@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from starlette.responses import JSONResponse, Response
+
 _FIELD = re.compile(r"([\w.]+): ")
 
 
@@ -30,3 +32,7 @@ class ApiError(Exception):
         field = _FIELD.match(str(self))
         param = field and field[1]
         return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code}}
+
+    def response(self) -> Response:
+        """Return the error as a response."""
+        return JSONResponse(self.body(), self.status, self.headers)

@@ -36,7 +36,8 @@ PAIR = ".pair.png"
 
 _UPLOAD = "file-"  # begins the ids that clients know
 _CHUNK = 1 << 20  # bytes
-_ANSWERED = 900.0  # seconds after which no request still needs its pictures
+_ANSWERED = 1800.0  # seconds after which no request still needs its pictures
+_NOBODY = "nobody"  # stands for the client of what requests contain: nobody can name it
 
 
 @dataclasses.dataclass
@@ -47,15 +48,15 @@ class Upload:
     path: pathlib.Path
     name: str
     """As the client calls it."""
-    owner: str
-    """Who may use it: the client's key."""
+    client: str
+    """Who may use it."""
     bytes: int = 0
     made: float = dataclasses.field(default_factory=time.time)
     """When it arrived, in seconds since the epoch."""
     used: float = dataclasses.field(default_factory=time.time)
     """When it was last used."""
 
-    def about(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the file as OpenAI's API describes it."""
         return {
             "id": self.id,
@@ -112,30 +113,30 @@ class Files:
         """Delete all that clients brought."""
         self._temporary.cleanup()
 
-    async def upload(self, source: BinaryIO, name: str, owner: str) -> tuple[Upload, VideoInfo]:
+    async def upload(self, source: BinaryIO, name: str, client: str) -> tuple[Upload, VideoInfo]:
         """Keep a video, if it can be read."""
         id = f"{_UPLOAD}{secrets.token_hex(12)}"
         # Its content says what kind of video it is.
-        upload = self._uploads[id] = Upload(id, self._folder / f"{id}.mp4", name, owner)
+        upload = self._uploads[id] = Upload(id, self._folder / f"{id}.mp4", name, client)
         try:
             await asyncio.to_thread(self._copy, source, upload)
             return upload, await self.probe(upload.path)
         except BaseException:
-            self.delete(id, owner)
+            self.delete(id, client)
             raise
 
-    def find(self, id: str, owner: str) -> Upload:
-        """Return an upload of this owner, which counts as used. A foreign one is not told apart
+    def find(self, id: str, client: str) -> Upload:
+        """Return an upload of this client, which counts as used. A foreign one is not told apart
         from one that does not exist."""
         upload = self._uploads.get(id)
-        if upload is None or upload.owner != owner or not id.startswith(_UPLOAD):
+        if upload is None or upload.client != client:
             raise ApiError(404, f"file: {id[:60]!r} is unknown or has expired; upload it again")
         upload.used = time.time()
         return upload
 
-    def delete(self, id: str, owner: str) -> None:
+    def delete(self, id: str, client: str) -> None:
         """Delete an upload. Episodes that are going on see an unreadable video."""
-        self._drop(self.find(id, owner))
+        self._drop(self.find(id, client))
 
     def expire(self) -> None:
         """Delete what was not used for a long time."""
@@ -144,13 +145,13 @@ class Files:
         for upload in [upload for upload in [*self._uploads.values()] if upload.used < oldest]:
             self._drop(upload)
 
-    async def video(self, url: str, owner: str) -> pathlib.Path:
+    async def video(self, url: str, client: str) -> pathlib.Path:
         """Return the path of a video: an upload, a data URL, or a file of the allowed folder."""
         if url.startswith(_UPLOAD):
-            return self.find(url, owner).path
+            return self.find(url, client).path
         if url.startswith("data:"):
             data = await asyncio.to_thread(_decode, url, "video")
-            path = await asyncio.to_thread(self._keep, data, owner, ".mp4")
+            path = await asyncio.to_thread(self._keep, data, ".mp4")
         else:
             path = self._allowed(url)
             if path.stat().st_size > self.limits.video:
@@ -158,13 +159,12 @@ class Files:
         await self.probe(path)
         return path
 
-    async def picture(self, url: str, rules: PixelRules, owner: str) -> Picture:
+    async def picture(self, url: str, rules: PixelRules) -> Picture:
         """Keep a picture at the size at which the model sees it.
 
         Args:
             url: Data URL.
             rules: How it is resized.
-            owner: Who brings it.
         """
         data = await asyncio.to_thread(_decode, url, "image")
         # Strangers' files are decoded in other processes.
@@ -174,16 +174,12 @@ class Files:
             pixels = (await self.read(ReadTask(str(original), (0,), rules))).frames[0]
         finally:
             original.unlink(missing_ok=True)
-        path = await self._keep_pixels(pixels, owner, ".png")
+        path = await self._keep_pixels(pixels, ".png")
         height, width, _ = pixels.shape
         return Picture(path, height * width // rules.factor**2)
 
     async def pairs(
-        self,
-        path: pathlib.Path,
-        count: int,
-        rules_of: Callable[[int], PixelRules],
-        owner: str,
+        self, path: pathlib.Path, count: int, rules_of: Callable[[int], PixelRules]
     ) -> tuple[Picture, ...]:
         """Keep frames of a video in pairs, which share a temporal patch of a native video.
 
@@ -192,7 +188,6 @@ class Files:
             count: The most frames, spread evenly. Of a video that has no more, two per second are
                 taken, as vLLM does.
             rules_of: How frames are resized, by their number.
-            owner: Who brings it.
         """
         info = await self.probe(path)
         rate = info.frames / max(info.duration, 1e-3)
@@ -209,15 +204,15 @@ class Files:
         _, height, width, _ = pixels.shape
         tokens = height * width // rules.factor**2
         pairs = pixels.reshape(-1, 2 * height, width, 3)
-        paths = [await self._keep_pixels(pair, owner, PAIR) for pair in pairs]
+        paths = [await self._keep_pixels(pair, PAIR) for pair in pairs]
         middles = times.reshape(-1, 2).mean(1).tolist()
         return tuple(Picture(kept, tokens, time) for kept, time in zip(paths, middles, strict=True))
 
-    async def film(self, urls: list[str], rules: PixelRules, owner: str) -> pathlib.Path:
+    async def film(self, urls: list[str], rules: PixelRules) -> pathlib.Path:
         """Keep pictures as a video of one frame per second, without loss."""
-        pictures = await asyncio.gather(*[self.picture(url, rules, owner) for url in urls])
+        pictures = await asyncio.gather(*[self.picture(url, rules) for url in urls])
         data = await asyncio.to_thread(_film, [picture.path for picture in pictures])
-        return await asyncio.to_thread(self._keep, data, owner, ".mkv")
+        return await asyncio.to_thread(self._keep, data, ".mkv")
 
     async def probe(self, path: pathlib.Path) -> VideoInfo:
         """Return what a video contains, if it is not too long."""
@@ -244,16 +239,14 @@ class Files:
         upload.path.unlink(missing_ok=True)
         self._uploads.pop(upload.id, None)
 
-    async def _keep_pixels(
-        self, pixels: UInt8[np.ndarray, "h w 3"], owner: str, suffix: str
-    ) -> pathlib.Path:
+    async def _keep_pixels(self, pixels: UInt8[np.ndarray, "h w 3"], suffix: str) -> pathlib.Path:
         """Keep a picture as it is. Equal ones have equal paths, so that they are encoded once."""
         buffer = io.BytesIO()
         picture = Image.fromarray(pixels)
         await asyncio.to_thread(picture.save, buffer, "PNG", compress_level=1)
-        return await asyncio.to_thread(self._keep, buffer.getvalue(), owner, suffix)
+        return await asyncio.to_thread(self._keep, buffer.getvalue(), suffix)
 
-    def _keep(self, data: bytes, owner: str, suffix: str) -> pathlib.Path:
+    def _keep(self, data: bytes, suffix: str) -> pathlib.Path:
         """Write bytes of a request to a file, which equal bytes share."""
         if len(data) > self.limits.video:
             raise self._too_large()
@@ -264,7 +257,7 @@ class Files:
             part = path.with_suffix(f".{secrets.token_hex(4)}.part")
             part.write_bytes(data)
             part.rename(path)
-        self._uploads[id] = Upload(id, path, id, owner, len(data))
+        self._uploads[id] = Upload(id, path, id, _NOBODY, len(data))
         return path
 
     def _copy(self, source: BinaryIO, upload: Upload) -> None:
@@ -282,7 +275,7 @@ class Files:
         left = self.limits.uploads - size - sum(upload.bytes for upload in oldest)
         answered = time.time() - _ANSWERED
         for upload in oldest:
-            if left < 0 and upload.used < answered and not upload.id.startswith(_UPLOAD):
+            if left < 0 and upload.used < answered and upload.client == _NOBODY:
                 self._drop(upload)
                 left += upload.bytes
         if left < 0:

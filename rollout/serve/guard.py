@@ -11,8 +11,9 @@ import urllib.parse
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollout.serve.errors import ApiError
 
 LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
 
@@ -45,8 +46,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self.app
         if scope["type"] != "lifespan" and (reason := self._refusal(scope)):
-            error = {"message": reason, "type": "forbidden", "param": None, "code": "forbidden"}
-            app = JSONResponse({"error": error}, status_code=403)
+            app = ApiError(403, reason, "forbidden").response()
         await app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> str | None:

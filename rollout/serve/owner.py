@@ -18,16 +18,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from rollout.engine.requests import Sampler, Scheduler
+from rollout.serve.errors import ApiError
 
 _log = logging.getLogger(__name__)
 
 # Seconds that the thread waits for files before it looks at its queue again.
 _PATIENCE = 0.02
 _GRACE = 5.0  # seconds that the thread has to end
-
-
-class BusyError(Exception):
-    """The queue is full."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +76,11 @@ class Owner:
         episodes: upper bound on jobs that are played side by side.
         waiting: upper bound on jobs in the queue.
         patience: upper bound on the seconds that a job waits there.
+
+    Attributes:
+        playing: jobs that are played, by number.
+        waiting: jobs in the queue.
+        ended: why the thread has ended and plays nothing any more; None while it plays.
     """
 
     def __init__(self, sampler: Sampler, episodes: int, waiting: int, patience: float):
@@ -92,7 +94,7 @@ class Owner:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open = 0  # jobs that have no result yet, in the queue or played
         self._lock = threading.Lock()
-        self._ended: Exception | None = None  # why the thread plays nothing any more
+        self.ended: Exception | None = None
         self._scheduler = Scheduler(sampler, _PATIENCE, self._fail)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -105,23 +107,19 @@ class Owner:
         """Enqueue a job. Call it in an event loop, and `cancel` the job in any case.
 
         Raises:
-            BusyError: the queue is full.
+            ApiError: the queue is full.
         """
         with self._lock:
             if self._open >= self._episodes + self._most_waiting:
-                raise BusyError
+                message = f"queue: {self._most_waiting} requests wait already; try again later"
+                raise ApiError(429, message, "busy", retry=5)
             job = Job(agent, next(self._numbers))
-            if self._ended is not None:
-                job.tell(Result(error=self._ended))
+            if self.ended is not None:
+                job.tell(Result(error=self.ended))
                 return job
             self._open += 1
             self._calls.put(lambda: self.waiting.append(job))
         return job
-
-    @property
-    def failed(self) -> bool:
-        """Whether the thread has ended, and plays nothing any more."""
-        return self._ended is not None
 
     def cancel(self, job: Job) -> None:
         """Give up a job. If it has ended, nothing happens."""
@@ -145,7 +143,7 @@ class Owner:
             _log.exception("the engine's thread failed")
             ended = error
         with self._lock:
-            self._ended = ended
+            self.ended = ended
         # Take what was enqueued before that.
         while not self._calls.empty():
             call = self._calls.get()
@@ -172,7 +170,8 @@ class Owner:
         now = time.monotonic()
         for job in [job for job in self.waiting if now - job.since > self._patience]:
             self.waiting.remove(job)
-            self._end(job, Result(error=TimeoutError(f"queued for {self._patience:g} s")))
+            message = f"queue: its turn did not come in {self._patience:g} s; try again later"
+            self._end(job, Result(error=ApiError(503, message, "busy", retry=5)))
         while self.waiting and len(self.playing) < self._episodes:
             job = self.waiting.popleft()
             self.playing[job.number] = job

@@ -5,14 +5,14 @@ Both are agents that an `Owner` plays in one engine.
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import dataclasses
 import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from rollout.ask import QUESTION_TOKENS, Answer, record
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, together
 from rollout.engine.settings import (
+    LATEST,
     EngineSizes,
     crop_tokens,
     overview_tokens,
@@ -44,10 +45,8 @@ from rollout.engine.settings import (
 )
 from rollout.serve.errors import ApiError
 from rollout.serve.files import PAIR, Picture
-from rollout.serve.owner import BusyError, Job, Owner
+from rollout.serve.owner import Job, Owner
 
-# It bounds the lengths of prompts: later times have longer labels.
-_LATEST = 99_999.9
 # Tokens between two looks at the queue: clients read along, and short reports end soon.
 _STEPS = 16
 _PICTURE_PROCESSOR = "preprocessor_config.json"
@@ -170,17 +169,16 @@ class Service:
         )
         self.engine = Engine(model, features, self._sizes())
         self.owner = Owner(self.engine, settings.episodes, settings.queue, settings.seconds)
-        self.ready = asyncio.Event()
+        self.ready = threading.Event()
         self._template = transformers.AutoTokenizer.from_pretrained(folder)
 
     def start(self) -> None:
         """Compile every program in the engine's thread, and then begin to answer."""
-        loop = asyncio.get_running_loop()
 
         def prepare() -> None:
             compile_ahead([*self.engine.lowerings(), *self.features.lowerings()])
             self.engine.warm_up()
-            loop.call_soon_threadsafe(self.ready.set)
+            self.ready.set()
 
         self.owner.start(prepare)
 
@@ -193,12 +191,7 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Whether every program is compiled, and questions are answered."""
-        return self.ready.is_set() and not self.owner.failed
-
-    @property
-    def picture_rules(self) -> PixelRules:
-        """How the model alone sees pictures."""
-        return self.features.picture_rules
+        return self.ready.is_set() and self.owner.ended is None
 
     @property
     def context(self) -> int:
@@ -232,7 +225,7 @@ class Service:
             )
             return play(environment, question, settings, seed)
 
-        return self._submit(agent)
+        return self.owner.submit(agent)
 
     def record(self, episode: Answer, settings: EpisodeSettings) -> dict[str, Any]:
         """Return an episode as JSON values, see `rollout.ask.record`. The video has no folder."""
@@ -264,7 +257,7 @@ class Service:
             (sample,) = await ask(Request(prompt.ids, shown.frames, sampling, seed=0))
             return shown.frames, self.vocabulary.decode_turn(sample.ids).strip()
 
-        return self._submit(agent)
+        return self.owner.submit(agent)
 
     # --- the model alone ---
 
@@ -351,27 +344,18 @@ class Service:
             samples = await ask(*requests)
             return [writer.finish(sample) for writer, sample in zip(writers, samples, strict=True)]
 
-        return self._submit(agent)
+        return self.owner.submit(agent)
 
     async def _see(self, path: pathlib.Path) -> ShownFrames:
         return await self.features.request_overview(str(path), 1)
-
-    def _submit(self, agent: Callable[[Job], Any]) -> Job:
-        try:
-            return self.owner.submit(agent)
-        except BusyError:
-            most = self.settings.queue
-            raise ApiError(
-                429, f"queue: {most} requests wait already; try again later", code="busy", retry=5
-            ) from None
 
     def _sizes(self) -> EngineSizes:
         """Return the sizes of an engine for all episodes and completions."""
         settings = self.settings
         protocol = self.environment.protocol
         tokens = self.features.settings.rules(self.features.config.vision).most_tokens
-        overview = overview_tokens(protocol, settings.frames, tokens, _LATEST) + QUESTION_TOKENS
-        crop = crop_tokens(protocol, tokens, _LATEST)
+        overview = overview_tokens(protocol, settings.frames, tokens, LATEST) + QUESTION_TOKENS
+        crop = crop_tokens(protocol, tokens, LATEST)
         sizes = sizes_for_single_episodes(protocol, overview, crop, settings.episodes)
         longest = round_up(max(sizes.longest, settings.context), sizes.page)
         pages = max(sizes.pages, longest // sizes.page)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
-from collections.abc import Callable, Iterator
 from typing import Any
 
+import pydantic
 from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.transport_security import TransportSecuritySettings
 from PIL import Image as Picture
 from starlette.applications import Starlette
+from starlette.datastructures import State
+from starlette.requests import Request
 
 from paravt_jax.data.frames import ReadTask
 from paravt_jax.method.records import CropCall, FailedCall
 from paravt_jax.method.tools.crop_video import resolve_window
-from rollout.serve.chat import Chat, ChatRequest, EpisodeExchange, value_of
+from rollout.serve.chat import Chat
+from rollout.serve.chat_reply import EpisodeExchange, value_of
+from rollout.serve.chat_request import ChatRequest, refusal
 from rollout.serve.errors import ApiError
 from rollout.serve.owner import Job, Result
 
@@ -28,15 +31,10 @@ _INSTRUCTIONS = (
 _THUMBNAIL = 448  # pixels of the longer side
 
 
-def tools_app(chat: Chat, owner_of: Callable[[str], str]) -> Starlette:
-    """Return an application with the route `/mcp`.
-
-    Args:
-        chat: Answers questions.
-        owner_of: Returns who sends this header Authorization.
-    """
-    server = MCPServer("paravt", instructions=_INSTRUCTIONS, log_level="ERROR")
-    tools = _Tools(chat, owner_of)
+def tools_app(chat: Chat) -> Starlette:
+    """Return an application with the route `/mcp`. The state of a request has its `client`."""
+    server = _Server("paravt", instructions=_INSTRUCTIONS, log_level="ERROR")
+    tools = _Tools(chat)
     for tool in (tools.ask_video, tools.crop_video):
         server.add_tool(tool)
     return server.streamable_http_app(
@@ -46,12 +44,30 @@ def tools_app(chat: Chat, owner_of: Callable[[str], str]) -> Starlette:
     )
 
 
+class _Server(MCPServer):
+    """Tells an agent in a sentence why a call is refused."""
+
+    async def call_tool(
+        self, name: str, arguments: dict[str, Any], context: Context | None = None
+    ) -> Any:
+        try:
+            return await super().call_tool(name, arguments, context)
+        except ToolError as error:
+            cause = error.__cause__
+            if isinstance(cause, pydantic.ValidationError):
+                cause = refusal(cause)
+            if not isinstance(cause, ApiError):
+                raise
+            if context is not None:
+                _state(context).status = cause.status
+            raise ToolError(str(cause)) from cause
+
+
 class _Tools:
     """The tools. Their docstrings are what agents read."""
 
-    def __init__(self, chat: Chat, owner_of: Callable[[str], str]):
+    def __init__(self, chat: Chat):
         self._chat = chat
-        self._owner_of = owner_of
 
     async def ask_video(
         self,
@@ -75,17 +91,12 @@ class _Tools:
             {"type": "text", "text": question},
         ]
         asked = {"frames": frames, "options": options or (), "trace": False}
-        with _told():
-            request = ChatRequest.model_validate(
-                {
-                    "model": self._chat.name,
-                    "messages": [{"role": "user", "content": content}],
-                    "paravt": asked,
-                }
-            )
-            exchange = await self._chat.begin(request, self._owner(context))
-            assert isinstance(exchange, EpisodeExchange)
-            return exchange.about(await self._value(exchange.job, context))
+        messages = [{"role": "user", "content": content}]
+        body = {"model": self._chat.name, "messages": messages, "paravt": asked}
+        request = ChatRequest.model_validate(body)
+        exchange = await self._chat.begin(request, _state(context).client)
+        assert isinstance(exchange, EpisodeExchange)
+        return exchange.paravt(await self._value(exchange.job, context))
 
     async def crop_video(
         self, video: str, start: float, end: float, context: Context
@@ -98,22 +109,18 @@ class _Tools:
             end: End of the window, in seconds.
         """
         files = self._chat.files
-        with _told():
-            path = await files.video(video, self._owner(context))
-            info = await files.probe(path)
-            look = resolve_window(CropCall(start, end), info.duration)
-            if isinstance(look, FailedCall):
-                raise ApiError(400, look.reason)
-            job = self._chat.service.look(path, look.window)
-            frames, report = await self._value(job, context)
-            indices = tuple(frame.index for frame in frames)
-            read = await files.read(ReadTask(str(path), indices, None))
-            times = ", ".join(f"{frame.time:g}" for frame in frames)
-            pictures = await asyncio.to_thread(lambda: [_picture(each) for each in read.frames])
-            return [f"{report} {look.note}".strip(), f"Frames at {times} seconds:", *pictures]
-
-    def _owner(self, context: Context) -> str:
-        return self._owner_of((context.headers or {}).get("authorization", ""))
+        path = await files.video(video, _state(context).client)
+        info = await files.probe(path)
+        look = resolve_window(CropCall(start, end), info.duration)
+        if isinstance(look, FailedCall):
+            raise ApiError(400, look.reason)
+        job = self._chat.service.look(path, look.window)
+        frames, report = await self._value(job, context)
+        indices = tuple(frame.index for frame in frames)
+        read = await files.read(ReadTask(str(path), indices, None))
+        times = ", ".join(f"{frame.time:g}" for frame in frames)
+        pictures = await asyncio.to_thread(lambda: [_picture(each) for each in read.frames])
+        return [f"{report} {look.note}".strip(), f"Frames at {times} seconds:", *pictures]
 
     async def _value(self, job: Job, context: Context) -> Any:
         """Wait for a job, and report its progress. If the client cancels, so does the job."""
@@ -128,13 +135,11 @@ class _Tools:
             self._chat.service.owner.cancel(job)
 
 
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Tell an agent why its request is refused."""
-    try:
-        yield
-    except ApiError as error:
-        raise ToolError(str(error)) from error
+def _state(context: Context) -> State:
+    """Return the state of the HTTP request of a call."""
+    request = context.request_context.request
+    assert isinstance(request, Request)
+    return request.state
 
 
 def _line(event: dict[str, Any]) -> str:

@@ -47,6 +47,7 @@ class Held(Scripted):
     def __init__(self, vocabulary: Vocabulary, settings: Any = None):
         super().__init__(vocabulary, ["yes"])
         self.settings = settings
+        self.prefilled_tokens = self.reused_tokens = self.sampled_tokens = 0
         self.held: Callable[[Request], bool] = lambda request: False
         self.broken: Exception | None = None
 
@@ -105,7 +106,7 @@ def listening(
 ) -> Iterator[Running]:
     """Serve on a free port, until every program is compiled and then as long as the caller."""
     files = Files(service.reader, limits, videos)
-    app = Server(service, files, Chat(service, files, NAME), KEYS).app(["served.example"], http)
+    app = Server(Chat(service, files, NAME), KEYS).app(["served.example"], http)
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
     )

@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from rollout.agent.episode import EpisodeSettings
+from rollout.ask import Answer
+from rollout.serve.chat_reply import KeptEpisodes
+from rollout.serve.errors import ApiError
 from tests.rollout.serve.conftest import NAME, eventually
 from tests.rollout.serve.test_files import data_url, picture, sent
 
@@ -107,6 +112,17 @@ def test_pictures_are_a_video_of_one_frame_per_second(server):
     reply = server.client().chat.completions.create(model=NAME, messages=messages)
     assert reply.choices[0].message.content == "seven"
     assert [round(time) for time in reply.paravt["trace"]["overview"]] == [0, 1, 2, 3, 4]
+
+
+def test_the_newest_episodes_of_every_client_are_kept(monkeypatch):
+    monkeypatch.setattr("rollout.serve.chat_reply._MOST_EPISODES", 2)
+    kept = KeptEpisodes()
+    episode = mock.Mock(spec=EpisodeSettings), mock.Mock(spec=Answer)
+    [other, first, *newest] = [kept.keep(who, *episode) for who in "baaa"]
+    assert kept.find(other, "b") and all(kept.find(id, "a") for id in newest)
+    for id, who in ((first, "a"), (other, "a"), (newest[0], "b")):
+        with pytest.raises(ApiError):
+            kept.find(id, who)
 
 
 @pytest.mark.parametrize("stream", [False, True])

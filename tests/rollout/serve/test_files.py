@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
 import dataclasses
 import io
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.serve import files as files_module
 from tests.rollout.serve.conftest import NAME
@@ -145,9 +148,15 @@ def raw(*arguments: Any) -> bytes:
 
 
 def test_a_slow_body_is_given_up(server, monkeypatch):
-    monkeypatch.setattr("rollout.serve.app._SECONDS_PER_CHUNK", 0.2)
-    reply = raw(server.url, "POST /v1/chat/completions", {"Content-Length": "100"}, b"{")
-    assert reply.startswith(b"HTTP/1.1 408")
+    monkeypatch.setattr("rollout.serve.app._PATIENCE", 0.3)
+    monkeypatch.setattr("rollout.serve.app._SLOWEST", 4e6)
+    line = "POST /v1/chat/completions"
+    assert raw(server.url, line, {"Content-Length": "100"}, b"{").startswith(b"HTTP/1.1 408")
+    with sent(server.url, line, {"Content-Length": "1000"}, b"{") as connection:
+        for _ in range(20):  # something comes all the time, but not enough
+            connection.sendall(b" ")
+            time.sleep(0.05)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("key", ["Bearer eve", "Bearer alic", "", "Basic alice", "Bearer é"])
@@ -160,6 +169,36 @@ def test_every_route_of_the_api_needs_a_key(server, key):
     for route in routes:
         reply = raw(server.url, route, {"Authorization": key})
         assert reply.startswith(b"HTTP/1.1 401"), (route, reply)
+
+
+def test_every_request_is_counted_once(server, small_world):
+    def counts() -> collections.Counter[tuple[str, str]]:
+        with server.http() as http:
+            families = text_string_to_metric_families(http.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return collections.Counter(
+            {
+                (sample.labels["route"], sample.labels["status"]): int(sample.value)
+                for sample in samples
+                if sample.name == "paravt_request_seconds_count"
+            }
+        )
+
+    before = counts()
+    raw(server.url, "GET /health", {"Host": "site.example"})
+    raw(server.url, "GET /mcp", {"Authorization": ""})
+    raw(server.url, "GET /v1/files/x", {"Authorization": ""})
+    with server.http() as http:
+        assert ask(http, "file-x").status_code == 404
+        assert ask(http, small_world.videos[0].path).status_code == 200
+    assert counts() - before == {
+        ("other", "403"): 1,
+        ("/mcp", "401"): 1,
+        ("/v1/files/{id}", "401"): 1,
+        ("/v1/chat/completions", "404"): 1,
+        ("/v1/chat/completions", "200"): 1,
+        ("/metrics", "200"): 1,
+    }
 
 
 def test_unknown_routes_and_methods_have_the_apis_errors(server):

@@ -59,3 +59,11 @@ async def test_a_refusal_is_an_error_for_the_agent(server, tool):
     async with connected(server) as client:
         result = await client.call_tool(tool, asked)
     assert result.is_error and "may open" in str(result.content)
+
+
+async def test_a_wrong_argument_is_named_in_a_sentence(server):
+    asked = {"video": "x.mp4", "question": "Which?", "frames": "many"}
+    async with connected(server) as client:
+        result = await client.call_tool("ask_video", asked)
+    assert result.is_error
+    assert result.content[0].text.startswith("frames: 'many'; Input should be a valid integer")

@@ -10,7 +10,9 @@ import pytest
 
 from rollout.agent.episode import EpisodeSettings, play
 from rollout.engine.requests import ask, together
-from rollout.serve.owner import BusyError, Job, Owner, Result
+from rollout.serve.chat_reply import value_of
+from rollout.serve.errors import ApiError
+from rollout.serve.owner import Job, Owner, Result
 from tests.rollout.conftest import Scripted
 from tests.rollout.engine.test_requests import request
 from tests.rollout.serve.conftest import Held, eventually, no_one
@@ -57,14 +59,14 @@ pytestmark = pytest.mark.anyio
 async def test_the_queue_tells_places_and_refuses_and_gives_up(held):
     with owning(held, waiting=2) as owner:
         jobs = [owner.submit(simple(number)) for number in range(3)]
-        with pytest.raises(BusyError):
+        with pytest.raises(ApiError, match="2 requests wait"):
             owner.submit(simple())
         eventually(lambda: len(owner.waiting) == 2)
         owner.cancel(jobs[1])
         eventually(lambda: len(owner.waiting) == 1)
         owner.cancel(jobs[1])  # no place becomes free twice
         jobs.append(owner.submit(simple(3)))
-        with pytest.raises(BusyError):
+        with pytest.raises(ApiError, match="2 requests wait"):
             owner.submit(simple())
         held.held = no_one
         events = [await heard(job) for job in jobs]
@@ -77,7 +79,9 @@ async def test_the_queue_tells_places_and_refuses_and_gives_up(held):
 async def test_a_job_that_waits_too_long_is_given_up(held):
     with owning(held, patience=0.1) as owner:
         first, second = owner.submit(simple(1)), owner.submit(simple(2))
-        assert isinstance((await heard(second))[-1].error, TimeoutError)
+        with pytest.raises(ApiError, match="its turn did not come") as caught:
+            value_of((await heard(second))[-1])
+        assert caught.value.status == 503
         held.held = no_one
         assert (await heard(first))[-1].value == 1
 
@@ -188,3 +192,9 @@ async def test_a_thread_that_cannot_prepare_fails_its_jobs(held):
     for _ in range(2):
         assert isinstance((await heard(owner.submit(simple())))[-1].error, MemoryError)
     owner.close()
+
+
+def test_a_time_limit_within_an_answer_is_not_the_queues():
+    with pytest.raises(ApiError, match="a tool waits") as caught:
+        value_of(Result(error=TimeoutError("a tool waits")))
+    assert caught.value.status == 500
