@@ -4,6 +4,14 @@
 
 const UNREACHABLE = "The server does not answer. See whether it still runs, then try again.";
 const CUT = "The connection ended before the answer came. Ask again.";
+/** What a stop reason means for a question that has no answer. */
+const ENDINGS = {
+  no_answer: "The model stopped without an answer.",
+  truncated: "No answer: a turn reached its length limit.",
+  turn_limit: "No answer: the model wanted to look again after its last turn.",
+  token_limit: "No answer: there was no room for further reports.",
+  time_limit: "No answer: the time was up.",
+};
 const COLUMNS = 240; // of a lane
 const FINGER = 28; // pixels of the narrowest bar: a finger has to hit it
 
@@ -350,7 +358,7 @@ const EVENTS = {
     if (answered) question.part("moments").append(moment(question, answered, "answer"));
     question.part("moments").append(...evidence.map((each) => moment(question, each, "done")));
     question.part("work").open = text == null;
-    question.ending = text ?? `No answer: ${stop.replaceAll("_", " ")}`;
+    question.ending = text ?? ENDINGS[stop] ?? `No answer: ${stop}`;
     announce(text == null ? question.ending : `Answer: ${text}`);
     if (episode) linkEpisode(question.part("episode"), `v1/episodes/${episode}.html`);
   },
