@@ -1,13 +1,14 @@
-"""Measures `python -m rollout.serve`: start, load with hostile clients, kill, and throughput.
+"""Measures `python -m rollout.serve`: start, load with hostile clients, kill, and throughput; and
+how long `python -m rollout.view` takes to list many episodes.
 
     python -m benchmarks.serving --run runs/paravt_tiny [--seconds 300] [--clients 200]
 
 The server answers questions about a run's held-out videos. A tenth of the clients misbehaves: slow
 readers, cut connections, wrong keys, huge and broken videos, tricks with paths. All others must get
-an answer or a refusal by name. Prints JSON: seconds until the server is ready, after `kill -9` too,
-and until the first token; replies by kind of client and status; seconds per answer; memory of the
-server's processes; and seconds for the same questions by 16 clients, and by an `Assistant` in a
-loop.
+an answer or a refusal by name. Prints JSON: seconds until the viewer lists 5,000 episodes, until
+the server is ready, after `kill -9` too, and until the first token; replies by kind of client and
+status; seconds per answer; memory of the server's processes; and seconds for the same questions by
+16 clients, and by an `Assistant` in a loop.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import itertools
 import json
 import pathlib
 import random
@@ -37,6 +39,8 @@ KEY = "measured"
 NAMED = {400, 401, 404, 408, 413, 422, 429, 503}
 """Refusals by name."""
 FRAMES = 16
+LISTED = 5_000
+"""Episodes that the viewer lists: those of the run, again and again."""
 SHORT = httpx2.Timeout(60.0)
 
 
@@ -241,6 +245,23 @@ def by_assistant(run: pathlib.Path, questions: list[tuple[str, int]]) -> float:
     return (time.monotonic() - begin) * len(questions) / (len(questions) - 1)
 
 
+def view(run: pathlib.Path, folder: pathlib.Path) -> float:
+    """Return the seconds from the viewer's command until a client has the rows of all episodes."""
+    lines = (run / "episodes.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    many = "".join(itertools.islice(itertools.cycle(lines), LISTED))
+    (folder / "episodes.jsonl").write_text(many, encoding="utf-8")
+    command = [sys.executable, "-m", "rollout.view", str(folder), "--port", "0"]
+    begin = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[0]
+        rows = httpx2.get(f"{address}data/rows", timeout=SHORT).json()["rows"]
+        seconds = time.monotonic() - begin
+        process.terminate()
+    assert len(rows) == LISTED
+    return seconds
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=pathlib.Path, required=True, help="folder of a run")
@@ -255,6 +276,7 @@ def main() -> int:
     questions = [(video, second) for second in range(0, 128, 8) for video in few]
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
+        figures["5,000 episodes listed s"] = view(asked.run, pathlib.Path(temporary))
         served = Served(asked.run, pathlib.Path(temporary))
         figures["start s"] = served.start()
         figures["first token s"] = asyncio.run(first_token(videos[0]))
