@@ -38,6 +38,11 @@ _CHECKPOINT = ("tests/train/test_checkpoint.py",)
 _POOL = ("tests/train/test_rollout_pool.py",)
 _UPDATES = ("tests/train/test_updates_per_batch.py",)
 _EPISODE = ("tests/rollout/test_episode.py", "tests/rollout/engine/test_under_fire.py")
+_SERVE = "rollout/serve"
+_FILES = ("tests/rollout/serve/test_files.py",)
+_EPISODES = ("tests/rollout/serve/test_episodes.py",)
+_PLAIN = ("tests/rollout/serve/test_plain.py",)
+_QUEUE = ("tests/rollout/serve/test_owner.py",)
 
 _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     ("paravt_jax/world/text.py", _TEXT): {
@@ -538,6 +543,53 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "return ids[: length - 1], ids[length - 1 :]",
             "return ids[:length], ids[length:]",
         ),
+    },
+    (f"{_SERVE}/guard.py", ("tests/rollout/serve/test_guard.py",)): {
+        "foreign_origins_only": ("[2].lower() != host.lower()", "[2].lower() == host.lower()"),
+    },
+    (f"{_SERVE}/files.py", _FILES): {
+        "paths_outside_the_folder": ("path.is_relative_to(self._videos) and ", ""),
+        "uploads_of_other_keys": ("upload is None or upload.client != client", "upload is None"),
+        "uploads_in_use_expire": ("        upload.used = time.time()\n", ""),
+        "pictures_in_use_make_room": ("left < 0 and upload.used < answered and", "left < 0 and"),
+    },
+    (f"{_SERVE}/app.py", _FILES): {
+        "beginnings_of_keys": (
+            "hmac.compare_digest(key, other.encode())",
+            "other.encode().startswith(key)",
+        ),
+        "bodies_without_end": ("if size > most:", "if size > most * 1000:"),
+    },
+    (f"{_SERVE}/owner.py", _QUEUE): {
+        "cancelled_jobs_go_on": ("self._scheduler.drop(job.number)", "pass"),
+        "one_more_waits": ("if self._open >= self._episodes", "if self._open > self._episodes"),
+    },
+    (f"{_SERVE}/service.py", _EPISODES): {
+        "ready_before_compiled": ("self.ready.is_set() and self.owner", "self.owner"),
+        "replies_counted_as_prompts": (
+            "for trajectory in trajectories) - written, written",
+            "for trajectory in trajectories), written",
+        ),
+    },
+    (f"{_SERVE}/service.py", _PLAIN): {
+        "stop_text_told": ("min((end for end", "min((end + 1 for end"),
+        "last_logprobs": ("sample.logprobs[: len(ids)]", "sample.logprobs[-len(ids) :]"),
+    },
+    (f"{_SERVE}/chat_reply.py", _PLAIN): {
+        "cut_replies_are_whole": ('"length" if stop in _CUT else "stop"', '"stop"'),
+        "prompt_counted_per_reply": (
+            "_usage(self.prompt_tokens,",
+            "_usage(self.prompt_tokens * len(value),",
+        ),
+    },
+    (f"{_SERVE}/chat_reply.py", _EPISODES): {
+        "episodes_of_other_keys": ("kept is None or kept.client != client", "kept is None"),
+    },
+    (f"{_SERVE}/chat.py", _PLAIN): {
+        "seeds_ignored": ("if request.seed is None else request.seed", ""),
+    },
+    (f"{_SERVE}/files.py", _PLAIN): {
+        "pairs_at_their_first_frame": ("times.reshape(-1, 2).mean(1)", "times[::2]"),
     },
 }
 

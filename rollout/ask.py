@@ -260,11 +260,10 @@ def question_about(
     require_local("video", video)
     name = os.path.abspath(video)
     asked = Question("asked", name, question, kind, "", tuple(options), tuple(subtitles))
-    length = len(protocol.question(asked).ids)
-    if length > QUESTION_TOKENS:
+    least = sum(map(len, (question, *options))) // protocol.vocabulary.longest
+    if least > QUESTION_TOKENS or len(protocol.question(asked).ids) > QUESTION_TOKENS:
         raise ValueError(
-            f"question: {length} tokens with its options; at most {QUESTION_TOKENS} fit, "
-            "ask in fewer words"
+            f"question: more than {QUESTION_TOKENS} tokens with its options; ask in fewer words"
         )
     return asked
 

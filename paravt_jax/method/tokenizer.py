@@ -79,6 +79,9 @@ class Vocabulary:
     >>> vocabulary = tokenizer_file.load("models/Qwen3-VL-8B-Instruct", dialect)
     >>> vocabulary.decode(vocabulary.encode("so</think>"))
     'so</think>'
+
+    Attributes:
+        longest: Upper bound on the bytes of a token.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, dialect: Dialect):
@@ -86,6 +89,7 @@ class Vocabulary:
         self.dialect = dialect
         self._ids = tokenizer.get_vocab(with_added_tokens=True)
         self._bytes = self._bytes_by_id()
+        self.longest = max(map(len, self._bytes))
         self.pad = self[dialect.pad]
         self.eos = self[dialect.end]
 
@@ -132,7 +136,9 @@ class Vocabulary:
     def encode(self, text: str) -> Int32[np.ndarray, " t"]:
         """Return the ids of a text. Added tokens in it are recognised; no start or end token is
         added."""
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        # `encode` would stop all other threads, which is long if the text is.
+        [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoding.ids, np.int32)
 
     def token_bytes(self, id: int | np.integer) -> bytes:
         """Return the UTF-8 bytes of one token, which may be part of a character; empty for unused

@@ -282,8 +282,11 @@ class Service:
             visuals: These, in order.
 
         Raises:
-            ApiError: Placeholders are in the text of a message.
+            ApiError: Placeholders are in the text of a message, or it is far too long.
         """
+        if len(text) > self.context * self.vocabulary.longest:  # counting takes long
+            message = f"messages: {len(text)} characters; the context has {self.context} tokens"
+            raise ApiError(400, f"{message}: shorten them", "context_length_exceeded")
         dialect = self.vocabulary.dialect
         marked = f"{dialect.vision_start}{dialect.video}{dialect.vision_end}"
         before, *after = text.split(marked)

@@ -111,6 +111,7 @@ def listening(
         uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
     )
     thread = threading.Thread(target=server.run)
+    assert not service.is_ready
     thread.start()
     try:
         eventually(lambda: server.started and service.ready.is_set(), 120)

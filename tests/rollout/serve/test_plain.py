@@ -17,7 +17,9 @@ from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.data import tokenizer_file
 from rollout.engine.requests import Request, Sampling
 from rollout.serve import service as service_module
-from rollout.serve.chat import Chat, ChatRequest
+from rollout.serve.chat import Chat
+from rollout.serve.chat_request import ChatRequest
+from rollout.serve.errors import ApiError
 from rollout.serve.files import FileLimits, Files
 from rollout.serve.owner import Job
 from rollout.serve.service import Service, ServiceSettings
@@ -70,6 +72,8 @@ def test_equal_seeds_give_equal_texts_and_n_seeds_n_of_them(real_server):
     assert len({*texts.values()}) == 3
     assert [texts[0], texts[1]] == [one.message.content, other.message.content]
     complete(real_server, seed=-(2**70))
+    usages = [complete(real_server, n=n).usage for n in (1, 2)]
+    assert usages[0].prompt_tokens == usages[1].prompt_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -138,6 +142,8 @@ def test_what_the_context_or_the_model_cannot_take_is_refused(server):
     with pytest.raises(openai.BadRequestError) as caught:
         complete(server, "seven " * 2 * context)
     assert caught.value.code == "context_length_exceeded" and f" {context}" in str(caught.value)
+    with pytest.raises(ApiError, match="characters"):  # it is not even tokenized
+        server.service.prompt("x" * (context * server.service.vocabulary.longest + 1), [])
     for fields, param in (
         ({"max_tokens": context}, "messages"),
         ({"top_logprobs": 3}, "top_logprobs"),
