@@ -136,9 +136,10 @@ class ChatRequest(pydantic.BaseModel):
 
 
 def refusal(error: pydantic.ValidationError) -> ApiError:
-    """Return the refusal of values that are not as they should be. It names the first one."""
-    wrong = error.errors()[0]
-    field = ".".join(map(str, wrong["loc"])) or "body"
+    """Return the refusal of values that are not as they should be. It names one of them."""
+    # Where a text or parts may stand, the error within a part says more than "no text".
+    wrong = max(error.errors(), key=lambda each: len(each["loc"]))
+    field = ".".join(str(each) for each in wrong["loc"] if "[" not in str(each)) or "body"
     return ApiError(400, f"{field}: {reprlib.repr(wrong['input'])}; {wrong['msg']}")
 
 

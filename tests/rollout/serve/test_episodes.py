@@ -28,6 +28,7 @@ TURNS = [
     f"</think>\n{crop(16, 24)}",
     "so it is é\n</think>\n\n<answer>B</answer>",
 ]
+WRONG_PART = "messages.0.content.0.type"
 OPTIONS = ["five", "seven", "nine"]
 
 
@@ -144,6 +145,7 @@ def test_clients_that_go_end_their_episodes(server, small_world, stream):
         ({"model": "other"}, 404, "model"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "which?"}]}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, 400, WRONG_PART),
         ({"temperature": -1}, 400, "temperature"),
         ({"n": 2}, 400, "n"),
         ({"stop": ["x"]}, 400, "stop"),

@@ -56,6 +56,7 @@ def test_greedy_tokens_are_those_of_the_engine(real_server):
     [sample] = service.engine.generate([Request(ids, (), sampling, 0)])
     [choice] = reply.choices
     assert choice.message.content == service.vocabulary.decode_turn(sample.ids)
+    assert (len(sample.ids), choice.finish_reason) == (12, "length")
     found = [token.logprob for token in choice.logprobs.content]
     np.testing.assert_array_equal(np.array(found, np.float32), sample.logprobs[: len(found)])
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(ids), len(sample.ids))
