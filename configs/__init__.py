@@ -2,14 +2,7 @@
 
 from configs import ablations
 from configs.ablations import paravt_7b, vanilla_grpo_7b
-from configs.lora import (
-    paravt_2b_lora,
-    paravt_4b_lora,
-    paravt_8b_lora,
-    sft_2b_lora,
-    sft_4b_lora,
-    sft_8b_lora,
-)
+from configs.lora import paravt_2b_lora, paravt_4b_lora, paravt_8b_lora, sft_2b_lora
 from configs.paravt_8b import paravt_8b, sft_8b
 from configs.paravt_tiny import paravt_tiny, sft_tiny
 from configs.released import paravt_8b_released, sft_8b_released
@@ -26,9 +19,7 @@ RECIPES = {
         paravt_2b_lora,
         sft_2b_lora,
         paravt_4b_lora,
-        sft_4b_lora,
         paravt_8b_lora,
-        sft_8b_lora,
         paravt_7b,
         vanilla_grpo_7b,
         *ablations.RECIPES.values(),

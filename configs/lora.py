@@ -72,14 +72,6 @@ def paravt_4b_lora() -> Run:
     return change(paravt_2b_lora(), "paravt_4b_lora", fields)
 
 
-def sft_4b_lora() -> Run:
-    """The cold start of `paravt_4b_lora` alone.
-
-    Command: python -m train.run --config=sft_4b_lora
-    """
-    return change(paravt_4b_lora(), "sft_4b_lora", {"evaluation.questions": 0, "rl": None})
-
-
 def paravt_8b_lora() -> Run:
     """`paravt_2b_lora` with Qwen3-VL-8B, on a v5e:2x2 slice.
 
@@ -91,11 +83,3 @@ def paravt_8b_lora() -> Run:
     """
     fields = {"model.path": "Qwen/Qwen3-VL-8B-Instruct", "model.size": "8b"}
     return change(paravt_2b_lora(), "paravt_8b_lora", fields)
-
-
-def sft_8b_lora() -> Run:
-    """The cold start of `paravt_8b_lora` alone.
-
-    Command: python -m train.run --config=sft_8b_lora
-    """
-    return change(paravt_8b_lora(), "sft_8b_lora", {"evaluation.questions": 0, "rl": None})

@@ -171,6 +171,9 @@ class VideoFiles:
     def info(self, name: str) -> VideoInfo:
         """Return length, size and timestamps of a video."""
         if not self.knows(name):
+            if name in self._infos and self.stamp(name) is None:
+                # Others may be read before it would turn out.
+                raise VideoError(join(self.root, name), "no such file")
             self.wait(self.read(name, ()))
         return self._infos[name][1]
 
@@ -244,7 +247,7 @@ class VideoFiles:
         task = self._task(name, wanted, crop)
         stamp = self.stamp(name)
         future = self._futures.get((stamp, task))
-        if future is None:
+        if future is None or future.cancelled():
             future = self._futures[stamp, task] = self.source.request(task)
         return FileRead(name, task.rules, stamp, future)
 

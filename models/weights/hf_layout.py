@@ -21,7 +21,6 @@ from jaxtyping import Shaped
 
 from models.config import ModelConfig, TextConfig, VisionConfig
 from models.family import family_of
-from models.model import abstract_model
 from models.weights.tensor_file import Tensor, TensorType, swapped
 
 EMBEDDING = "text/embedding"
@@ -205,10 +204,3 @@ def tensor_types(
         name: (np.dtype(parameters[place.path].dtype), place.shape)
         for name, place in tensor_places(layouts, parameters).items()
     }
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of a checkpoint's tensors, as in transformers."""
-    layouts = tensor_layouts(config)
-    parameters = flat_parameters(nnx.state(abstract_model(config), nnx.Param))
-    return {name: place.shape for name, place in tensor_places(layouts, parameters).items()}

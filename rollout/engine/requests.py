@@ -334,7 +334,12 @@ class Scheduler:
         for ticket in [ticket for ticket, (agent, _) in self.tickets.items() if agent in agents]:
             del self.tickets[ticket]
             self.sampler.cancel(ticket)
-        self.readings = [waiting for waiting in self.readings if waiting.agent not in agents]
+        dropped = [waiting for waiting in self.readings if waiting.agent in agents]
+        self.readings = [waiting for waiting in self.readings if waiting not in dropped]
+        wanted = {read.future for waiting in self.readings for read in waiting.reading.reads}
+        for read in [read for waiting in dropped for read in waiting.reading.reads]:
+            if read.future not in wanted:
+                read.future.cancel()
         for agent in agents:
             del self.running[agent]
             agent.close()

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Literal
@@ -110,7 +111,7 @@ def serve(settings: ServeSettings) -> None:
     print(f"{name} at {address}; /ready says when programs are compiled", file=sys.stderr)
     stop = functools.partial(stop_at_once, line="stopped; uploads are deleted")
     signal.signal(signal.SIGINT, stop)  # uvicorn ends its work before
-    uvicorn.run(
+    config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
@@ -118,6 +119,15 @@ def serve(settings: ServeSettings) -> None:
         timeout_graceful_shutdown=3,
         limit_concurrency=512,
     )
+
+    class HttpServer(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # All clients get an answer before their connections end.
+            service.owner.end()
+            await super().shutdown(sockets)
+            files.close()  # a second signal skips the end of the application
+
+    HttpServer(config).run()
 
 
 def _name(model: str) -> str:

@@ -262,7 +262,8 @@ class Server:
         return send
 
     async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        failed = self.service.owner.ended
+        return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200)
 
     async def _ready(self, request: Request) -> Response:
         ready = self.service.is_ready

@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 # Seconds that the thread waits for files before it looks at its queue again.
 _PATIENCE = 0.02
 _GRACE = 5.0  # seconds that the thread has to end
+_CANCELLED = ApiError(499, "the client closed the connection")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +43,15 @@ class Job:
     """A client's work. Its events arrive in the event loop in which it was made.
 
     Args:
-        agent: makes the coroutine that a `Scheduler` plays. It is called when the job's turn comes.
+        agent: an `async` function that a `Scheduler` plays. It is called when the job's turn comes.
         number: identifies the job.
     """
 
     def __init__(self, agent: Callable[[Job], Coroutine[Any, Any, Any]], number: int):
         self.agent = agent
         self.number = number
-        self.place = -1  # the clients before it, as last told
-        self.since = time.monotonic()
+        self.place = -1  # in the queue, as last told; the first is 1
+        self.since = time.monotonic()  # when it entered the queue, or was begun
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -75,7 +76,8 @@ class Owner:
         sampler: answers the requests of all agents. Nothing else may use it.
         episodes: upper bound on jobs that are played side by side.
         waiting: upper bound on jobs in the queue.
-        patience: upper bound on the seconds that a job waits there.
+        patience: upper bound on the seconds that a job waits there. Jobs limit themselves when they
+            are played, but files may take long to read: after twice that time they are given up.
 
     Attributes:
         playing: jobs that are played, by number.
@@ -123,17 +125,22 @@ class Owner:
 
     def cancel(self, job: Job) -> None:
         """Give up a job. If it has ended, nothing happens."""
-        self._calls.put(lambda: self._cancel(job))
+        if self.ended is None:
+            self._calls.put(lambda: self._cancel(job))
+
+    def end(self) -> None:
+        """Begin to give up all jobs, and to end the thread."""
+        self._calls.put(None)
 
     def close(self) -> None:
-        """Cancel all jobs and end the thread."""
-        self._calls.put(None)
+        """Give up all jobs and end the thread."""
+        self.end()
         self._thread.join(_GRACE)
 
     # --- in the thread ---
 
     def _run(self) -> None:
-        ended: Exception = RuntimeError("the server stops")
+        ended: Exception = ApiError(503, "server: it stops; ask again later", "stopping", retry=30)
         try:
             while self._take_calls():
                 self._begin()
@@ -168,15 +175,17 @@ class Owner:
     def _begin(self) -> None:
         """Start jobs while there is room, and tell the others their place in the queue."""
         now = time.monotonic()
-        for job in [job for job in self.waiting if now - job.since > self._patience]:
-            self.waiting.remove(job)
-            message = f"queue: its turn did not come in {self._patience:g} s; try again later"
-            self._end(job, Result(error=ApiError(503, message, "busy", retry=5)))
+        limits = (self.waiting, self._patience), (self.playing.values(), 2 * self._patience)
+        for jobs, limit in limits:
+            for job in [job for job in jobs if now - job.since > limit]:
+                message = f"queue: neither its turn nor its video came in {limit:g} s; ask later"
+                self._cancel(job, ApiError(503, message, "busy", retry=5))
         while self.waiting and len(self.playing) < self._episodes:
             job = self.waiting.popleft()
+            job.since = now
             self.playing[job.number] = job
             job.tell({"event": "queued", "place": 0})
-            self._scheduler.add(job.number, _play(job))
+            self._scheduler.add(job.number, job.agent(job))
         for place, job in enumerate(self.waiting, 1):
             if place != job.place:
                 job.place = place
@@ -199,21 +208,17 @@ class Owner:
     def _fail(self, number: int, error: Exception) -> None:
         self._end(self.playing[number], Result(error=error))
 
-    def _cancel(self, job: Job) -> None:
+    def _cancel(self, job: Job, reason: Exception = _CANCELLED) -> None:
         if job in self.waiting:
             self.waiting.remove(job)
         elif job.number in self.playing:
             self._scheduler.drop(job.number)
         else:
             return
-        self._end(job, Result(error=RuntimeError("cancelled")))
+        self._end(job, Result(error=reason))
 
     def _end(self, job: Job, result: Result) -> None:
         self.playing.pop(job.number, None)
         with self._lock:
             self._open -= 1
         job.tell(result)
-
-
-async def _play(job: Job) -> Any:
-    return await job.agent(job)

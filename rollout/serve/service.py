@@ -212,7 +212,7 @@ class Service:
         they grow: thought (turn, text), report.delta (turn, call, text). Its value is an `Episode`.
         """
 
-        def agent(job: Job) -> Any:
+        async def agent(job: Job) -> Episode:
             protocol = self.environment.protocol
             if turn_tokens < protocol.settings.turn_tokens:
                 limits = dataclasses.replace(protocol.settings, turn_tokens=turn_tokens)
@@ -223,7 +223,7 @@ class Service:
                 tell=job.tell,
                 hear=_Listener(self.vocabulary, job).hear if listen else None,
             )
-            return play(environment, question, settings, seed)
+            return await play(environment, question, settings, seed)
 
         return self.owner.submit(agent)
 

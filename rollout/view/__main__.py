@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -19,12 +20,12 @@ import tyro
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import (
     FileResponse,
     HTMLResponse,
     JSONResponse,
-    PlainTextResponse,
     Response,
     StreamingResponse,
 )
@@ -57,10 +58,8 @@ class Settings:
     """Folders with the videos, if they are elsewhere. No file outside of all these is read."""
     atif: str = ""
     """File to write all episodes to, as ATIF, one per line. No page is opened."""
-    host: str = "127.0.0.1"
-    """Name or address to listen at. Everybody who reaches it sees the episodes."""
     port: int = 8765
-    """Port to listen at; 0 takes a free one."""
+    """Port of this machine's own address; 0 takes a free one."""
 
 
 class Viewer:
@@ -76,17 +75,18 @@ class Viewer:
         self._roots = [folder.root for folder in self._folders.values()]
         self._roots += [pathlib.Path(video).resolve() for video in videos]
 
-    def app(self, hosts: Sequence[str] = ()) -> ASGIApp:
-        """Return the page as an application. `hosts` are its names, beside those of loopback."""
+    def app(self) -> ASGIApp:
+        """Return the page as an application."""
         routes = [
             Route("/", self._page),
-            Route("/{name}", self._file),
+            Route("/view.js", functools.partial(self._file, "view.js")),
+            Route("/view.css", functools.partial(self._file, "view.css")),
             Route("/data/rows", self._rows),
             Route("/data/episode", self._episode),
             Route("/data/selection.html", self._selection, methods=["POST"]),
             Route("/data/selection.atif.jsonl", self._selection, methods=["POST"]),
         ]
-        return Guard(Starlette(routes=routes, exception_handlers={KeyError: _missing}), hosts)
+        return Guard(Starlette(routes=routes))
 
     def rows(self) -> list[Row]:
         """Return the rows of all episodes."""
@@ -106,12 +106,9 @@ class Viewer:
         page = template.render(names=[*self._folders], changes=self.changes(), most=_MOST_CARDS)
         return HTMLResponse(page)
 
-    def _file(self, request: Request) -> Response:
+    def _file(self, name: str, request: Request) -> Response:
         """Send the script or the style sheet of the page."""
-        files = {name: _HERE / name for name in ("view.js", "view.css")}
-        return FileResponse(
-            files[request.path_params["name"]], headers={"cache-control": "no-cache"}
-        )
+        return FileResponse(_HERE / name, headers={"cache-control": "no-cache"})
 
     def _rows(self, request: Request) -> Response:
         return JSONResponse({"columns": Row._fields, "rows": self.rows()})
@@ -136,7 +133,10 @@ class Viewer:
         return template.render(names=[*self._folders], cards=cards, left_out=len(keys) - len(cards))
 
     def _record(self, key: str) -> Record:
-        return self._folders[key.partition("/")[0]].record(key)
+        try:
+            return self._folders[key.partition("/")[0]].record(key)
+        except KeyError:
+            raise HTTPException(404, f"There is no {key}; load the page again.") from None
 
     def _card(self, key: str, unfolded: bool) -> dict[str, Any]:
         record = self._record(key)
@@ -154,10 +154,6 @@ class Viewer:
             if file.is_file() and any(file.is_relative_to(root) for root in self._roots):
                 return file
         return None
-
-
-def _missing(request: Request, error: Exception) -> Response:
-    return PlainTextResponse(f"There is no {error}; load the page again.", status_code=404)
 
 
 def open_folders(settings: Settings) -> Viewer:
@@ -196,12 +192,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             with open(settings.atif, "w", encoding="utf-8") as file:
                 file.writelines(viewer.atif(row.key for row in viewer.rows()))
             return 0
-        listener = listen(settings.host, settings.port)
+        listener = listen("127.0.0.1", settings.port)
     except USER_ERRORS as error:
         print(error, file=sys.stderr)
         return exit_code(error)
-    print(f"http://{settings.host}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
-    config = uvicorn.Config(viewer.app([settings.host]), log_level="warning")
+    print(f"http://127.0.0.1:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
+    config = uvicorn.Config(viewer.app(), log_level="warning")
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run([listener])
     return 0

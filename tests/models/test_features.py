@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import shutil
+from concurrent.futures import Future
 
 import av
 import jax
@@ -16,10 +17,12 @@ from models.features.reader import frame_tokens
 from models.qwen3_vl.sizes import tiny
 from models.vision import patchify
 from paravt_jax.data import video
-from paravt_jax.data.frames import VideoError
+from paravt_jax.data.frames import ReadTask, VideoError
 from paravt_jax.method.records import Frame
 from paravt_jax.world.videos import FRAMES, STEP
+from rollout.engine.requests import Scheduler
 from tests.models.program import run
+from tests.rollout.conftest import Scripted
 
 
 @pytest.fixture
@@ -218,6 +221,50 @@ def test_a_new_file_under_an_old_name_is_another_video(make, names, small_world,
     file.unlink()
     with pytest.raises(VideoError, match="no such file"):
         features(frames)
+
+
+class Held:
+    """A source that reads nothing."""
+
+    def __init__(self):
+        self.futures: list[Future] = []
+
+    def request(self, task: ReadTask) -> Future:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def ahead(self, task: ReadTask) -> None:
+        pass
+
+
+def test_frames_that_nobody_waits_for_any_more_are_not_read(make, names, small_vocabulary):
+    features = make()
+    features.source = held = Held()
+    scheduler = Scheduler(Scripted(small_vocabulary, []))
+
+    async def agent(frames: int) -> None:
+        await features.request_overview(names[0], frames)
+
+    for number, frames in enumerate((4, 4, 8)):
+        scheduler.add(number, agent(frames))
+    assert len(held.futures) == 2
+    cancelled = []
+    for number in range(3):
+        scheduler.drop(number)
+        cancelled.append([future.cancelled() for future in held.futures])
+    assert cancelled == [[False, False], [True, False], [True, True]]
+    scheduler.add(3, agent(4))
+    assert not held.futures[-1].cancelled(), "it is read again"
+
+
+def test_no_read_is_waited_for_once_a_known_video_is_deleted(make, names, small_world, tmp_path):
+    shutil.copy(small_world.folder / names[0], tmp_path / "clip.mp4")
+    features = make(tmp_path)
+    frames = features.overview("clip.mp4", 4)
+    features.source = Held()
+    (tmp_path / "clip.mp4").unlink()
+    with pytest.raises(VideoError, match="no such file"):
+        features.keys(frames)
 
 
 def test_started_frames_are_read_and_encoded_once(make, names, monkeypatch):

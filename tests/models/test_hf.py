@@ -35,6 +35,7 @@ from models.weights.hf_config import to_hf
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.stored import SUMS, appearing
+from tests.models.checkpoint_shapes import tensor_shapes
 from tests.noisy_model import noisy_model
 
 
@@ -114,7 +115,7 @@ def published(request, config, tmp_path):
     folder.mkdir()
     rng = np.random.default_rng(0)
     tensors = {}
-    for name, shape in hf_layout.tensor_shapes(config).items():
+    for name, shape in tensor_shapes(config).items():
         # Any number below 2, including subnormal ones: one bit of the exponent is cleared.
         bits = rng.integers(0, 256**dtype.itemsize, shape, unsigned)
         bits &= ~unsigned.type(64 * 256 ** (dtype.itemsize - 1))
@@ -203,9 +204,7 @@ def test_one_error_names_every_wrong_tensor(model, tmp_path):
     save_file(tensors, file)
     with pytest.raises(ValueError) as error:
         hf.load(tmp_path / "model")
-    missing = sorted(
-        name for name in hf_layout.tensor_shapes(model.config) if ".visual.blocks." in name
-    )
+    missing = sorted(name for name in tensor_shapes(model.config) if ".visual.blocks." in name)
     assert f"24 missing: {', '.join(missing)}; 1 unknown" in str(error.value)
     assert "1 unknown: model.language_model.layers.7.extra;" in str(error.value)
     assert "1 misshaped: lm_head.weight (3, 2), not (64, 128);" in str(error.value)

@@ -20,8 +20,9 @@ from models.config import TextConfig
 from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.qwen3_vl.sizes import tiny
 from models.weights import folder as hf_folder
-from models.weights import hf_layout, tensor_file
+from models.weights import tensor_file
 from models.weights.hf_config import to_hf
+from tests.models.checkpoint_shapes import tensor_shapes
 
 pytestmark = pytest.mark.slow
 
@@ -55,8 +56,7 @@ LARGE = Qwen3VLConfig(
 def write_noise(folder, config, max_bytes):
     """Writes a bfloat16 checkpoint of random bits; returns the bytes in all and of the largest."""
     tensors = {
-        name: (np.dtype(jnp.bfloat16), shape)
-        for name, shape in hf_layout.tensor_shapes(config).items()
+        name: (np.dtype(jnp.bfloat16), shape) for name, shape in tensor_shapes(config).items()
     }
     files, companions = hf_folder.new_files(tensors, max_bytes)
     folder.mkdir()

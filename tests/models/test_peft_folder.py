@@ -18,7 +18,8 @@ from models.model import VisionLanguageModel
 from models.peft_folder import merge_adapters
 from models.weights import hf
 from models.weights.hf_config import from_hf
-from models.weights.hf_layout import tensor_layouts, tensor_shapes
+from models.weights.hf_layout import tensor_layouts
+from tests.models.checkpoint_shapes import tensor_shapes
 from tests.models.parity import CASES, Case, write_model
 
 SETTINGS = LoRASettings(rank=3, alpha=6.0)

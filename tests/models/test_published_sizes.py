@@ -19,8 +19,8 @@ from models.config import ModelConfig
 from models.family import family
 from models.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
-from models.weights import hf_layout
 from models.weights.hf_config import from_hf, to_hf
+from tests.models.checkpoint_shapes import tensor_shapes
 from tests.models.counts import num_params
 from train.learn.speed import flops_per_token
 
@@ -59,7 +59,7 @@ def config_of(size: tuple[str, str]) -> ModelConfig:
 @pytest.mark.parametrize("size", SIZES)
 def test_names_shapes_and_counts_are_the_recorded_ones(size):
     config = config_of(size)
-    found = summary(hf_layout.tensor_shapes(config))
+    found = summary(tensor_shapes(config))
     assert found == TRANSFORMERS[size]
     assert found[1] == num_params(config)
 
@@ -87,7 +87,7 @@ def their_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def test_names_and_shapes_equal_transformers(size):
     config = config_of(size)
     theirs = their_shapes(to_hf(config))
-    assert hf_layout.tensor_shapes(config) == theirs
+    assert tensor_shapes(config) == theirs
     assert summary(theirs) == TRANSFORMERS[size]
 
 

@@ -167,7 +167,7 @@ function drawVideo(changed) {
   $("sending").value = fraction ?? 0;
   $("trouble").hidden = !error;
   $("reason").textContent = error ? explain(error) : "";
-  $("resend").hidden = [413, 415, 422].includes(error?.status); // it would be refused again
+  $("resend").hidden = [413, 422].includes(error?.status); // it would be refused again
   $("player").hidden = $("playhead").hidden = !playable;
   $("unplayable").hidden = playable || Boolean(error);
 }
@@ -252,7 +252,9 @@ function callOf(question, { turn: number, call: index, start, end }) {
 /** A crop's bar. The grid of its lane puts it below the bars that it would overlap. */
 function newBar(question, lane, { name, start, end }) {
   const narrowest = Math.ceil((COLUMNS * FINGER) / (lane.clientWidth || 320));
-  const place = (seconds) => Math.round((COLUMNS * seconds) / question.duration);
+  // A refused window may lie outside the video.
+  const part = (seconds) => Math.max(0, Math.min(seconds / question.duration, 1));
+  const place = (seconds) => Math.round(COLUMNS * part(seconds));
   const width = Math.max(place(end) - place(start), narrowest);
   const left = Math.max(0, Math.min(place(start), COLUMNS - width));
   const bar = make("button", { type: "button", className: "bar", textContent: name });
@@ -381,7 +383,7 @@ function take(question, { choices, paravt, usage, error }) {
 /** Post a question about a file; return the reply before its stream. */
 function post({ text, options, frames, stopper }, model, url) {
   const content = [{ type: "video_url", video_url: { url } }, { type: "text", text }];
-  const how = { stream: true, stream_options: { include_usage: true }, temperature: 0, seed: 0 };
+  const how = { stream: true, stream_options: { include_usage: true } };
   const most = Number($("frames").max); // was not known to a question that waited for the server
   const paravt = { frames: Math.min(frames, most), ...(options.length && { options }) };
   const body = JSON.stringify({ model, messages: [{ role: "user", content }], ...how, paravt });

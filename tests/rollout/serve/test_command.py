@@ -8,6 +8,8 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import httpx2
@@ -69,7 +71,20 @@ def test_the_command_serves_again_after_a_kill_and_stops(served_folder, small_wo
                 assert client.chat.completions.create(**fields, max_tokens=8).choices
             after = errors.read_text().removeprefix(before)
             assert "Compiling" not in after, after
+            statuses = []
+
+            def ask_long(url: str = url, statuses: list[int] = statuses) -> None:
+                body = PLAIN | {"n": 16, "max_tokens": 4000}
+                statuses.append(httpx2.post(f"{url}/v1/chat/completions", json=body).status_code)
+
+            asking_on = threading.Thread(target=ask_long)
+            if end == signal.SIGINT:
+                asking_on.start()
+                time.sleep(0.5)
             process.send_signal(end)
             assert process.wait(10) in (0, -signal.SIGKILL, 130)
             last = errors.read_text().removeprefix(before + after)
+            if end == signal.SIGINT:
+                asking_on.join()
+                assert statuses[0] in (200, 503), "it ends with an answer"
             assert "Traceback" not in last and "rror" not in last, last

@@ -59,31 +59,40 @@ pytestmark = pytest.mark.anyio
 async def test_the_queue_tells_places_and_refuses_and_gives_up(held):
     with owning(held, waiting=2) as owner:
         jobs = [owner.submit(simple(number)) for number in range(3)]
-        with pytest.raises(ApiError, match="2 requests wait"):
+        with pytest.raises(ApiError) as caught:
             owner.submit(simple())
+        assert caught.value.status == 429
         eventually(lambda: len(owner.waiting) == 2)
         owner.cancel(jobs[1])
         eventually(lambda: len(owner.waiting) == 1)
         owner.cancel(jobs[1])  # no place becomes free twice
         jobs.append(owner.submit(simple(3)))
-        with pytest.raises(ApiError, match="2 requests wait"):
+        with pytest.raises(ApiError):
             owner.submit(simple())
         held.held = no_one
         events = [await heard(job) for job in jobs]
     places = [[event["place"] for event in each[:-1]] for each in events]
     assert places == [[0], [1], [2, 1, 0], [2, 1, 0]]
     assert [each[-1].value for each in events] == [0, None, 2, 3]
-    assert "cancelled" in str(events[1][-1].error)
+    assert events[1][-1].error.status == 499
 
 
 async def test_a_job_that_waits_too_long_is_given_up(held):
     with owning(held, patience=0.1) as owner:
         first, second = owner.submit(simple(1)), owner.submit(simple(2))
-        with pytest.raises(ApiError, match="its turn did not come") as caught:
+        with pytest.raises(ApiError) as caught:
             value_of((await heard(second))[-1])
         assert caught.value.status == 503
         held.held = no_one
         assert (await heard(first))[-1].value == 1
+
+
+async def test_a_job_that_is_played_too_long_is_given_up(held):
+    with owning(held, patience=0.1) as owner:
+        error = (await heard(owner.submit(simple())))[-1].error
+        assert error.status == 503 and not held.waiting
+        held.held = no_one
+        assert (await heard(owner.submit(simple(2))))[-1].value == 2
 
 
 @pytest.mark.parametrize("phase", ["queued", "reading", "main", "subs"])
@@ -118,7 +127,7 @@ async def test_a_cancelled_episode_leaves_nothing(
             }[phase]
         )
         owner.cancel(job)
-        assert "cancelled" in str((await heard(job))[-1].error)
+        assert (await heard(job))[-1].error.status == 499
         assert ended == ([] if phase == "queued" else [phase])
         assert len(held.waiting) == before and not owner._scheduler.readings
         held.held = no_one
@@ -180,7 +189,7 @@ async def test_closing_ends_all_jobs(held):
         jobs = [owner.submit(simple(number)) for number in range(3)]
         eventually(lambda: held.waiting)
     for job in [*jobs, owner.submit(simple())]:
-        assert "stops" in str((await heard(job))[-1].error)
+        assert (await heard(job))[-1].error.status == 503
 
 
 async def test_a_thread_that_cannot_prepare_fails_its_jobs(held):
@@ -192,9 +201,3 @@ async def test_a_thread_that_cannot_prepare_fails_its_jobs(held):
     for _ in range(2):
         assert isinstance((await heard(owner.submit(simple())))[-1].error, MemoryError)
     owner.close()
-
-
-def test_a_time_limit_within_an_answer_is_not_the_queues():
-    with pytest.raises(ApiError, match="a tool waits") as caught:
-        value_of(Result(error=TimeoutError("a tool waits")))
-    assert caught.value.status == 500
