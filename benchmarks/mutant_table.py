@@ -566,10 +566,6 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     (f"{_SERVE}/service.py", _EPISODES): {
         "ready_before_compiled": ("self.ready.is_set() and self.owner", "self.owner"),
-        "replies_counted_as_prompts": (
-            "for trajectory in trajectories) - written, written",
-            "for trajectory in trajectories), written",
-        ),
     },
     (f"{_SERVE}/service.py", _PLAIN): {
         "stop_text_told": ("min((end for end", "min((end + 1 for end"),
@@ -584,6 +580,10 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     (f"{_SERVE}/chat_reply.py", _EPISODES): {
         "episodes_of_other_keys": ("kept is None or kept.client != client", "kept is None"),
+        "replies_counted_as_prompts": (
+            "for trajectory in trajectories) - written, written",
+            "for trajectory in trajectories), written",
+        ),
     },
     (f"{_SERVE}/chat.py", _PLAIN): {
         "seeds_ignored": ("if request.seed is None else request.seed", ""),

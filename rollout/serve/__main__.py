@@ -82,13 +82,17 @@ def serve(settings: ServeSettings) -> None:
     try:
         import uvicorn
 
-        from rollout.serve.app import HttpLimits, Server
+        from rollout.serve.app import Server
         from rollout.serve.chat import Chat
         from rollout.serve.files import FileLimits, Files
-        from rollout.serve.guard import listen
+        from rollout.serve.guard import LOOPBACK, listen
     except ImportError as error:
         raise ImportError(f"{error}; pip install 'paravt-jax[serve]'") from error
-    keys = _keys(settings)
+    if not settings.api_key_file and settings.host not in LOOPBACK:
+        raise ValueError(
+            f"--host {settings.host}: others could ask without a key; give --api-key-file"
+        )
+    keys = _keys(settings.api_key_file) if settings.api_key_file else []
     listen(settings.host, settings.port).close()  # fails before the weights are read
     require_local("--videos", settings.videos)
     videos = pathlib.Path(settings.videos) if settings.videos else None
@@ -105,8 +109,9 @@ def serve(settings: ServeSettings) -> None:
     files = Files(service.reader, limits, videos)
     name = settings.name or _name(settings.model)
     server = Server(Chat(service, files, name), keys)
-    http = HttpLimits(body=256 * mib, upload=(settings.max_video + 1) * mib, bodies=4096 * mib)
-    app = server.app([settings.host, *settings.hosts], http)
+    app = server.app(
+        [settings.host, *settings.hosts], body=256 * mib, upload=(settings.max_video + 1) * mib
+    )
     address = f"http://{settings.host}:{settings.port}"
     print(f"{name} at {address}; /ready says when programs are compiled", file=sys.stderr)
     stop = functools.partial(stop_at_once, line="stopped; uploads are deleted")
@@ -136,18 +141,20 @@ def _name(model: str) -> str:
     return path.parent.name if path.name == "model" else path.name
 
 
-def _keys(settings: ServeSettings) -> list[str]:
-    """Return the keys of clients."""
-    if not settings.api_key_file:
-        if settings.host not in ("127.0.0.1", "::1", "localhost"):
+def _keys(file: str) -> list[str]:
+    """Return the keys in a file, one per line. Errors do not show what is in it."""
+    text = pathlib.Path(file).read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines()]
+    for number, line in enumerate(lines, 1):
+        if line.startswith("#") or len(line.split()) > 1:
             raise ValueError(
-                f"--host {settings.host}: others could ask without a key; give --api-key-file"
+                f"--api-key-file {file}: line {number} has a space or begins with #; give a key "
+                "per line and nothing else"
             )
-        return []
-    lines = pathlib.Path(settings.api_key_file).read_text(encoding="utf-8").split()
-    if not lines:
-        raise ValueError(f"--api-key-file {settings.api_key_file}: empty; give a key per line")
-    return lines
+    keys = [line for line in lines if line]
+    if not keys:
+        raise ValueError(f"--api-key-file {file}: empty; give a key per line")
+    return keys
 
 
 if __name__ == "__main__":

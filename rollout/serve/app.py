@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import hmac
 import json
@@ -12,8 +11,9 @@ import logging
 import pathlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any
 
+import anyio
 import prometheus_client
 import pydantic
 from starlette.applications import Starlette
@@ -42,33 +42,29 @@ from rollout.serve.service import Service
 from rollout.serve.tools import tools_app
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 _PAGE = pathlib.Path(__file__).parent / "page"
 _PATIENCE = 30.0  # seconds: a client that sends nothing for longer is gone
+_MCP = ["GET", "POST", "DELETE"]
 _SLOWEST = 2**20  # bytes per second in which the largest body has to arrive
 _ERRORS = (ApiError, pydantic.ValidationError, HTTPException, ClientDisconnect, Exception)
 # The page's own files, and nothing of anybody else.
 _POLICY = "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:"
 
 
-@dataclasses.dataclass(frozen=True)
-class HttpLimits:
-    """Limits of requests. Sizes are in bytes."""
-
-    body: int
-    """Upper bound on the body of a chat completion."""
-    upload: int
-    """Upper bound on the body of an upload."""
-    bodies: int
-    """Upper bound on all bodies that are being read, in memory and on disk."""
-
-
 class BodyLimit:
-    """Refuse bodies that are too large or too slow, while they arrive."""
+    """Refuse bodies that are too large or too slow, while they arrive.
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits):
+    Args:
+        app: Gets all other requests.
+        body: Upper bound on a body, in bytes.
+        upload: Upper bound on the body of an upload.
+    """
+
+    def __init__(self, app: ASGIApp, body: int, upload: int):
         self.app = app
-        self.limits = limits
+        self.body = body
+        self.upload = upload
+        self.most = 2 * max(body, upload)  # bytes of all bodies together, in memory and on disk
         self.reading = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,11 +72,11 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         is_upload = scope["path"] == "/v1/files"
-        most = self.limits.upload if is_upload else self.limits.body
+        most = self.upload if is_upload else self.body
         declared = int(Headers(scope=scope).get("content-length", 0))
         size = 0
         whole = False
-        too_large = ApiError(413, f"body: more than {most / 2**20:,.0f} MiB; send less")
+        too_large = _refused_body(413, f"more than {most / 2**20:,.0f} MiB; send less")
         ends = time.monotonic() + _PATIENCE + most / _SLOWEST
 
         async def receive_limited() -> Message:
@@ -93,22 +89,29 @@ class BodyLimit:
                 async with asyncio.timeout(min(_PATIENCE, ends - time.monotonic())):
                     message = await receive()
             except TimeoutError:
-                message = f"body: a pause of {_PATIENCE:g} s, or too slow as a whole; send it again"
-                raise ApiError(408, message) from None
+                message = f"a pause of {_PATIENCE:g} s, or too slow as a whole; send it again"
+                raise _refused_body(408, message) from None
             chunk = len(message.get("body", b""))
             whole = not message.get("more_body", False)
             size += chunk
             self.reading += chunk
             if size > most:
                 raise too_large
-            if self.reading > self.limits.bodies:
-                raise ApiError(429, "body: too many large requests; try again later", retry=5)
+            if self.reading > self.most:
+                raise _refused_body(429, "too many large requests; try again later", retry=5)
             return message
 
         try:
             await self.app(scope, receive_limited, send)
         finally:
             self.reading -= size
+
+
+def _refused_body(status: int, message: str, retry: int = 0) -> ApiError:
+    """Return the refusal of a body. The connection ends, so that the rest does not arrive."""
+    error = ApiError(status, f"body: {message}", retry=retry)
+    error.headers["Connection"] = "close"
+    return error
 
 
 class Requests:
@@ -175,12 +178,12 @@ def _registry(service: Service) -> prometheus_client.CollectorRegistry:
     registry = prometheus_client.CollectorRegistry()
     owner, engine = service.owner, service.engine
     for name, what, value in (
-        ("playing", "Requests that are answered.", lambda: len(owner.playing)),
-        ("waiting", "Requests in the queue.", lambda: len(owner.waiting)),
-        ("ready", "Whether questions are answered.", lambda: service.is_ready),
-        ("prompt_tokens", "Tokens of prompts so far.", lambda: engine.prefilled_tokens),
-        ("cached_tokens", "Those that were in the cache.", lambda: engine.reused_tokens),
-        ("sampled_tokens", "Sampled tokens so far.", lambda: engine.sampled_tokens),
+        ("playing", "Questions that are being answered.", lambda: len(owner.playing)),
+        ("waiting", "Questions that wait in the queue.", lambda: len(owner.waiting)),
+        ("ready", "1 if questions are answered, else 0.", lambda: service.is_ready),
+        ("computed_tokens", "Tokens of prompts computed so far.", lambda: engine.prefilled_tokens),
+        ("cached_tokens", "Tokens of prompts found cached so far.", lambda: engine.reused_tokens),
+        ("sampled_tokens", "Tokens sampled so far.", lambda: engine.sampled_tokens),
     ):
         prometheus_client.Gauge(f"paravt_{name}", what, registry=registry).set_function(value)
     return registry
@@ -201,33 +204,36 @@ class Server:
         self.keys = keys
         self.registry = _registry(chat.service)
         self.tools = tools_app(chat)
+        # Reading the frames of a page takes long. Neither questions nor other pages wait for it.
+        self.drawing = anyio.CapacityLimiter(1)
 
-    def app(self, hosts: Sequence[str], limits: HttpLimits) -> ASGIApp:
+    def app(self, hosts: Sequence[str], body: int, upload: int) -> ASGIApp:
         """Return the server as an ASGI application.
 
         Args:
             hosts: Names under which it is reached, besides those of loopback.
-            limits: Limits of requests.
+            body: Upper bound on the body of a request, in bytes.
+            upload: Upper bound on the body of an upload.
         """
         with_key = [Middleware(WithKey, keys=self.keys)]
         routes = [
-            Route("/", self._page_file("index.html")),
-            Route("/page.js", self._page_file("page.js")),
-            Route("/page.css", self._page_file("page.css")),
+            Route("/", _page_file("index.html")),
+            Route("/page.js", _page_file("page.js")),
+            Route("/page.css", _page_file("page.css")),
             Route("/health", self._health),
             Route("/ready", self._ready),
-            Route("/metrics", self._metrics),
+            Route("/metrics", lambda _: prometheus_client.make_asgi_app(self.registry)),
             Route("/v1/models", self._models),
             Route("/v1/chat/completions", self._chat, methods=["POST"], middleware=with_key),
             Route("/v1/files", self._upload, methods=["POST"], middleware=with_key),
             Route("/v1/files/{id}", self._file, methods=["GET", "DELETE"], middleware=with_key),
             Route("/v1/files/{id}/content", self._content, middleware=with_key),
-            Route("/v1/episodes/{id}.{form}", self._episode, middleware=with_key),
-            Route("/mcp", self.tools, middleware=with_key),
+            Route("/v1/episodes/{id}.html", self._episode, middleware=with_key),
+            Route("/mcp", self._tools, methods=_MCP, middleware=with_key),
         ]
         app = Starlette(
             routes=routes,
-            middleware=[Middleware(BodyLimit, limits=limits)],
+            middleware=[Middleware(BodyLimit, body=body, upload=upload)],
             exception_handlers=dict.fromkeys(_ERRORS, _refuse),
             lifespan=self._lifespan,
         )
@@ -255,12 +261,6 @@ class Server:
 
     # --- routes ---
 
-    def _page_file(self, name: str) -> Callable[[Request], Awaitable[Response]]:
-        async def send(request: Request) -> Response:
-            return FileResponse(_PAGE / name, headers={"Content-Security-Policy": _POLICY})
-
-        return send
-
     async def _health(self, request: Request) -> Response:
         failed = self.service.owner.ended
         return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200)
@@ -270,10 +270,6 @@ class Server:
         failed = self.service.owner.ended
         status = "ready" if ready else "failed" if failed else "compiling"
         return JSONResponse({"status": status}, 200 if ready else 503)
-
-    async def _metrics(self, request: Request) -> Response:
-        text = prometheus_client.generate_latest(self.registry)
-        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> Response:
         paravt = {"frames": self.service.settings.frames, "context": self.service.context}
@@ -324,15 +320,27 @@ class Server:
         upload = self.files.find(request.path_params["id"], request.state.client)
         return FileResponse(upload.path, filename=upload.name)
 
+    async def _tools(self, request: Request) -> ASGIApp:
+        # MCP's application would answer and log the refusal of a body as a failure of its own.
+        body: list[Message] = [{"type": "http.request", "body": await request.body()}]
+
+        async def receive() -> Message:
+            return body.pop() if body else await request.receive()
+
+        return lambda scope, _, send: self.tools(scope, receive, send)
+
     async def _episode(self, request: Request) -> Response:
         kept = self.chat.episodes.find(request.path_params["id"], request.state.client)
         record = self.service.record(kept.answer, kept.settings)
-        if request.path_params["form"] == "json":
-            return JSONResponse(record)
-        if request.path_params["form"] != "html":
-            raise ApiError(404, "episode: give .json or .html")
         record |= {"video": kept.answer.question.video}
-        return HTMLResponse(await asyncio.to_thread(episode_page, pathlib.Path("/"), record))
+        page = await anyio.to_thread.run_sync(
+            episode_page, pathlib.Path("/"), record, limiter=self.drawing
+        )
+        return HTMLResponse(page)
+
+
+def _page_file(name: str) -> Callable[[Request], Response]:
+    return lambda _: FileResponse(_PAGE / name, headers={"Content-Security-Policy": _POLICY})
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -376,7 +384,7 @@ class _Stream(StreamingResponse):
             self.exchange.cancel()
 
 
-async def _unless_gone(request: Request, reply: Awaitable[T]) -> T:
+async def _unless_gone(request: Request, reply: Awaitable[Any]) -> Any:
     """Wait for something, as long as the client does.
 
     Raises:

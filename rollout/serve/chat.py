@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
 import secrets
 from collections.abc import Sequence
@@ -26,11 +25,9 @@ _UNSUPPORTED = (
     *("top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("logit_bias", "tool_choice", "response_format", "top_logprobs"),
 )
+_PICTURES = ("mm_processor_kwargs", "media_io_kwargs")
 # Settings of a reply that an episode does not have.
-_NOT_OF_EPISODES = ("n", "stop", "logprobs", "tools", "top_p", *_UNSUPPORTED)
-_MOST_STOPS = 16
-_VIDEO_FRAMES = 32  # frames of a video that vLLM shows unless told otherwise
-_MOST_FRAMES = 768
+_NOT_OF_EPISODES = ("n", "stop", "logprobs", "tools", "top_p", *_PICTURES, *_UNSUPPORTED)
 
 
 class Chat:
@@ -58,21 +55,14 @@ class Chat:
             return await self._begin_episode(request, client)
         if request.model == self.name + PLAIN:
             return await self._begin_completion(request, client)
-        raise ApiError(
-            404,
-            f"model: {request.model!r} is not served here; give {self.name} (episodes) or "
-            f"{self.name}{PLAIN} (the model alone)",
-            "model_not_found",
-        )
+        known = f"{self.name} (episodes) or {self.name}{PLAIN} (the model alone)"
+        raise ApiError(404, f"model: {request.model!r}; give {known}", "model_not_found")
 
     async def _begin_episode(self, request: ChatRequest, client: str) -> EpisodeExchange:
         request.require_usual(_NOT_OF_EPISODES, f"leave it out, or ask {self.name}{PLAIN}")
         if any(message.role in ("system", "tool") for message in request.messages):
-            raise ApiError(
-                400,
-                "messages: an episode has its own system turn and tools; leave out messages of "
-                f"system and tool, or ask {self.name}{PLAIN}",
-            )
+            remedy = f"leave out those of system and tool, or ask {self.name}{PLAIN}"
+            raise ApiError(400, f"messages: an episode has its own system turn and tools; {remedy}")
         last = request.messages[-1]
         if last.role != "user":
             raise ApiError(400, f"messages: the last is of {last.role}; end with the question")
@@ -84,7 +74,6 @@ class Chat:
         if frames > most_frames:
             raise ApiError(400, f"paravt.frames: {frames}; at most {most_frames}")
         try:
-            # Large texts take long, and others are served meanwhile.
             question = await asyncio.to_thread(
                 question_about, self.service.environment.protocol, path, text, options.options
             )
@@ -99,8 +88,7 @@ class Chat:
             raise ApiError(400, message) from error
         most = request.most_tokens or self.service.environment.protocol.settings.turn_tokens
         job = self.service.ask(question, settings, _seed(request), most, request.stream)
-        keep = functools.partial(self.episodes.keep, client, settings)
-        return EpisodeExchange(self.service, request, job, settings, keep)
+        return EpisodeExchange(self.service, request, job, settings, self.episodes, client)
 
     async def _video(self, messages: Sequence[Message], client: str) -> Any:
         """Return the video of the last message that has one, or one that its pictures make up."""
@@ -125,22 +113,16 @@ class Chat:
         top_p = () if request.temperature == 0 else ("top_p",)
         request.require_usual((*_UNSUPPORTED, *top_p), "leave it out")
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        if len(stop) > _MOST_STOPS:
-            raise ApiError(400, f"stop: {len(stop)} texts; give at most {_MOST_STOPS}")
         messages, media = for_template(request.messages)
         visuals = await self._visuals(media, request, client)
-        # Large texts take long, and others are served meanwhile.
         text = await asyncio.to_thread(service.render, messages, request.tools)
         ids = await asyncio.to_thread(service.prompt, text, visuals)
         room = service.context - len(ids)
-        if room < (request.most_tokens or 1):
-            raise ApiError(
-                400,
-                f"messages: {len(ids)} tokens, and {request.most_tokens or 1} of the reply; the "
-                f"context has {service.context}: shorten, shrink the pictures, or serve with "
-                "--context",
-                "context_length_exceeded",
-            )
+        least = request.most_tokens or 1
+        if room < least:
+            message = f"messages: {len(ids)} tokens and {least} of the reply; --context is"
+            remedy = f"{service.context}: shorten, or shrink the pictures"
+            raise ApiError(400, f"{message} {remedy}", "context_length_exceeded")
         turn = service.environment.protocol.settings.turn_tokens
         sampling = Sampling(
             request.most_tokens or min(room, turn),
@@ -158,14 +140,8 @@ class Chat:
         self, media: Sequence[Part], request: ChatRequest, client: str
     ) -> list[Visual]:
         """Return pictures and videos at the size at which the model alone sees them."""
-        if len(media) > _MOST_FRAMES:
-            raise ApiError(400, f"messages: {len(media)} pictures; at most {_MOST_FRAMES}")
         rules = picture_rules(request.mm_processor_kwargs, self.service.features.picture_rules)
-        count = request.media_io_kwargs.get("video", {}).get("num_frames", _VIDEO_FRAMES)
-        if not isinstance(count, int) or not 1 <= count <= _MOST_FRAMES:
-            raise ApiError(
-                400, f"media_io_kwargs: num_frames {count!r}; give a number up to {_MOST_FRAMES}"
-            )
+        count = request.media_io_kwargs.video.num_frames
 
         async def visual(part: Part) -> Visual:
             if part.image_url is not None:

@@ -9,12 +9,12 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.parsing import find_calls
-from paravt_jax.method.records import Episode, StopReason
+from paravt_jax.method.records import CropCall, Episode, StopReason
 from rollout.agent.episode import EpisodeSettings
 from rollout.ask import Answer
 from rollout.engine.requests import SampleStop
@@ -22,7 +22,7 @@ from rollout.serve.chat_request import ChatRequest
 from rollout.serve.errors import ApiError
 from rollout.serve.files import KEPT
 from rollout.serve.owner import Event, Job, Result
-from rollout.serve.service import Reply, Service, evidence, thought_of, token_counts
+from rollout.serve.service import Reply, Service, thought_of
 
 _MOST_EPISODES = 256
 # Why an episode or a reply ended before it was whole.
@@ -32,8 +32,7 @@ _CUT = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class KeptEpisode:
+class KeptEpisode(NamedTuple):
     """An episode that its client may look at again."""
 
     client: str
@@ -89,6 +88,7 @@ class Read(NamedTuple):
     """The field of this name; empty: there is none."""
 
 
+@dataclasses.dataclass
 class Exchange:
     """A request that was enqueued, and its reply. Subclasses know what its job returns.
 
@@ -98,14 +98,15 @@ class Exchange:
         job: The work for it.
     """
 
-    def __init__(self, service: Service, request: ChatRequest, job: Job):
-        self.service = service
-        self.request = request
-        self.job = job
+    service: Service
+    request: ChatRequest
+    job: Job
+
+    def __post_init__(self):
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": request.model,
+            "model": self.request.model,
         }
 
     def cancel(self) -> None:
@@ -166,6 +167,7 @@ class Exchange:
         raise NotImplementedError
 
 
+@dataclasses.dataclass
 class EpisodeExchange(Exchange):
     """An episode: `paravt` has its events and its record.
 
@@ -174,61 +176,57 @@ class EpisodeExchange(Exchange):
         request: The request.
         job: The work for it.
         settings: Those of the episode.
-        keep: Keeps the episode, and returns its id.
+        episodes: Where the episode is kept.
+        client: Who may look at it.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        request: ChatRequest,
-        job: Job,
-        settings: EpisodeSettings,
-        keep: Callable[[Answer], str],
-    ):
-        super().__init__(service, request, job)
-        self._settings = settings
-        self._keep = keep
-        self._thinking = 0  # the turn whose thought was told last
+    settings: EpisodeSettings
+    episodes: KeptEpisodes
+    client: str
+    thinking: int = 0  # the turn whose thought was told last
 
     def _event(self, event: dict[str, Any]) -> dict[str, Any]:
         if event["event"] == "thought":
             # Thoughts of turns are paragraphs.
-            further = self._thinking not in (0, event["turn"])
-            self._thinking = event["turn"]
+            further = self.thinking not in (0, event["turn"])
+            self.thinking = event["turn"]
             return self._chunk({"reasoning_content": "\n\n" * further + event["text"]})
         return self._chunk({}) | {"paravt": event}
 
     def _read(self, value: Episode) -> Read:
         calls = sum(len(turn.calls) for turn in value.turns)
         counts = {"turns": len(value.turns), "calls": calls}
-        usage = _usage(*token_counts(value)) | {"paravt": counts}
+        usage = _usage(*_token_counts(value)) | {"paravt": counts}
         thoughts = [thought_of(turn.text) for turn in value.turns]
         thought = "\n\n".join(filter(None, thoughts))
         told = {"content": value.answer or ""}
         choice = Choice(told | {"reasoning_content": thought}, _finish(value.stop), told)
-        return Read([choice], usage, self.paravt(value))
+        answer = Answer(**vars(value))
+        return Read([choice], usage, self.paravt(answer, self.keep(answer)))
 
-    def paravt(self, episode: Episode) -> dict[str, Any]:
-        """Keep an episode, and return what the field `paravt` says of it."""
-        answer = Answer(**vars(episode))
+    def keep(self, answer: Answer) -> str:
+        """Keep the episode for its client, and return its id."""
+        return self.episodes.keep(self.client, self.settings, answer)
+
+    def paravt(self, answer: Answer, id: str) -> dict[str, Any]:
+        """Return what the field `paravt` says of an episode that has an id."""
         said = {
-            "episode": self._keep(answer),
-            "stop": str(episode.stop),
-            "answer": episode.answer,
+            "episode": id,
+            "stop": str(answer.stop),
+            "answer": answer.answer,
             "option": answer.option,
-            "evidence": evidence(episode),
+            "evidence": _evidence(answer),
         }
         if self.request.paravt.trace:
-            said["trace"] = self.service.record(answer, self._settings)
+            said["trace"] = self.service.record(answer, self.settings)
         return said
 
 
+@dataclasses.dataclass
 class PlainExchange(Exchange):
     """A completion of the model alone."""
 
-    def __init__(self, service: Service, request: ChatRequest, job: Job, prompt_tokens: int):
-        super().__init__(service, request, job)
-        self.prompt_tokens = prompt_tokens
+    prompt_tokens: int
 
     def _event(self, event: dict[str, Any]) -> dict[str, Any]:
         # With tools, text is told at the end: what was a call is known then only.
@@ -288,7 +286,7 @@ def value_of(result: Event) -> Any:
     if isinstance(error, ApiError):
         raise error
     if isinstance(error, VideoError):
-        raise ApiError(422, f"image: it cannot be shown ({error.reason})", "unreadable")
+        raise ApiError(422, f"file: it can no longer be read ({error.reason})", "unreadable")
     if error is not None:
         raise ApiError(500, f"the answer failed ({type(error).__name__}: {error})") from error
     for answer in result.value if isinstance(result.value, list) else [result.value]:
@@ -297,13 +295,32 @@ def value_of(result: Event) -> Any:
     return result.value
 
 
+def _token_counts(episode: Episode) -> tuple[int, int]:
+    """Return the tokens that all agents of an episode read, and those that they wrote."""
+    calls = [outcome.subagent for turn in episode.turns for outcome in turn.calls]
+    trajectories = [episode.trajectory, *filter(None, calls)]
+    written = sum(
+        len(segment.ids)
+        for trajectory in trajectories
+        for segment in trajectory.segments
+        if segment.logprobs is not None
+    )
+    return sum(len(trajectory.ids) for trajectory in trajectories) - written, written
+
+
+def _evidence(episode: Episode) -> list[dict[str, Any]]:
+    """Return what the answer rests on: the windows that were looked at, and their reports."""
+    return [
+        {"start": outcome.call.start, "end": outcome.call.end, "report": outcome.response.strip()}
+        for turn in episode.turns
+        for outcome in turn.calls
+        if outcome.subagent is not None and isinstance(outcome.call, CropCall)
+    ]
+
+
 def _finish(stop: StopReason | SampleStop) -> str:
     return "length" if stop in _CUT else "stop"
 
 
 def _usage(read: int, written: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-    }
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

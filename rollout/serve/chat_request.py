@@ -21,6 +21,8 @@ from rollout.serve.errors import ApiError
 
 _MOST_REPLIES = 16
 _MOST_MESSAGES = 4096
+_MOST_FRAMES = 768
+_MOST_STOPS = 16
 
 
 def _without_nulls(values: Any) -> Any:
@@ -30,13 +32,19 @@ def _without_nulls(values: Any) -> Any:
     return values
 
 
-class Url(pydantic.BaseModel):
+class Body(pydantic.BaseModel):
+    """A part of a body, whose nulls are like fields that are left out."""
+
+    _set_fields = pydantic.model_validator(mode="before")(_without_nulls)
+
+
+class Url(Body):
     """Where a picture or a video is."""
 
     url: str
 
 
-class Part(pydantic.BaseModel):
+class Part(Body):
     """A part of a message."""
 
     type: Literal["text", "image_url", "video_url"]
@@ -58,14 +66,13 @@ class Part(pydantic.BaseModel):
         return {"type": self.type.removesuffix("_url")}
 
 
-class Message(pydantic.BaseModel):
+class Message(Body):
     """A message of a conversation."""
 
     model_config = pydantic.ConfigDict(extra="allow")  # the template may know more fields
     role: Literal["system", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], pydantic.Field(max_length=_MOST_MESSAGES)] = ""
-
-    _set_fields = pydantic.model_validator(mode="before")(_without_nulls)
+    tool_calls: list[Any] = []
 
     def parts(self) -> list[Part]:
         """Return the content as parts."""
@@ -74,7 +81,7 @@ class Message(pydantic.BaseModel):
         return self.content
 
 
-class EpisodeOptions(pydantic.BaseModel):
+class EpisodeOptions(Body):
     """The field `paravt` of a request for an episode."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
@@ -89,13 +96,27 @@ class EpisodeOptions(pydantic.BaseModel):
     """Whether the reply has the transcript."""
 
 
-class StreamOptions(pydantic.BaseModel):
+class StreamOptions(Body):
     """What a stream has besides the text."""
 
     include_usage: bool = False
 
 
-class ChatRequest(pydantic.BaseModel):
+class VideoIo(Body):
+    """How many frames of a native video are shown, as vLLM names it."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    num_frames: int = pydantic.Field(default=32, ge=1, le=_MOST_FRAMES)
+
+
+class MediaIo(Body):
+    """How native videos are read."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    video: VideoIo = VideoIo()
+
+
+class ChatRequest(Body):
     """The body of a request. Other fields are ignored, as OpenAI's clients expect."""
 
     model: str
@@ -106,7 +127,7 @@ class ChatRequest(pydantic.BaseModel):
         None, ge=1, validation_alias=pydantic.AliasChoices("max_completion_tokens", "max_tokens")
     )
     n: int = pydantic.Field(1, ge=1, le=_MOST_REPLIES)
-    stop: str | list[str] | None = None
+    stop: Annotated[list[str], pydantic.Field(max_length=_MOST_STOPS)] | str | None = None
     logprobs: bool = False
     top_logprobs: int = 0
     top_p: float = 1.0
@@ -122,10 +143,8 @@ class ChatRequest(pydantic.BaseModel):
     tool_choice: Any = "auto"
     response_format: dict[str, Any] = {"type": "text"}
     mm_processor_kwargs: dict[str, int] = {}
-    media_io_kwargs: dict[str, dict[str, Any]] = {}
+    media_io_kwargs: MediaIo = MediaIo()
     paravt: EpisodeOptions = EpisodeOptions()
-
-    _set_fields = pydantic.model_validator(mode="before")(_without_nulls)
 
     def require_usual(self, fields: Sequence[str], remedy: str) -> None:
         """Refuse fields that are not what they are if nobody sets them."""
@@ -152,12 +171,14 @@ def for_template(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
         if isinstance(content, list):
             media += [part for part in content if part.type != "text"]
             content = [part.for_template() for part in content]
-        fields = message.model_dump(exclude_none=True) | {"content": content}
+        fields = message.model_dump(exclude_unset=True) | {"content": content}
         # Arguments are JSON in a text, and templates write them as JSON.
         for call in fields.get("tool_calls", ()):
             with contextlib.suppress(TypeError, ValueError, KeyError):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         written.append(fields)
+    if len(media) > _MOST_FRAMES:
+        raise ApiError(400, f"messages: {len(media)} pictures; at most {_MOST_FRAMES}")
     return written, media
 
 
@@ -173,9 +194,6 @@ def picture_rules(asked: dict[str, int], rules: PixelRules) -> PixelRules:
     least = asked.get("min_pixels", rules.min_pixels)
     most = asked.get("max_pixels", rules.max_pixels)
     if not 1 <= least <= most <= rules.max_pixels:
-        raise ApiError(
-            400,
-            f"mm_processor_kwargs: {least} to {most} pixels; give whole numbers in order, at most "
-            f"{rules.max_pixels}, or serve with a larger --picture-pixels",
-        )
+        message = f"mm_processor_kwargs: {least} to {most} pixels; give them in order, at most"
+        raise ApiError(400, f"{message} {rules.max_pixels} (--picture-pixels)")
     return dataclasses.replace(rules, min_pixels=least, max_pixels=most)

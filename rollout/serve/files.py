@@ -31,12 +31,14 @@ from rollout.serve.errors import ApiError
 KEPT = 3600.0
 """Seconds for which an unused upload is kept."""
 
+ANSWERED = 2700.0
+"""Seconds after which no request still needs its pictures."""
+
 PAIR = ".pair.png"
 """Ends the name of a file with two frames of a video."""
 
 _UPLOAD = "file-"  # begins the ids that clients know
 _CHUNK = 1 << 20  # bytes
-_ANSWERED = 1800.0  # seconds after which no request still needs its pictures
 _NOBODY = "nobody"  # stands for the client of what requests contain: nobody can name it
 
 
@@ -147,7 +149,7 @@ class Files:
 
     async def video(self, url: str, client: str) -> pathlib.Path:
         """Return the path of a video: an upload, a data URL, or a file of the allowed folder."""
-        if url.startswith(_UPLOAD):
+        if url in self._uploads and self._uploads[url].client == client:
             return self.find(url, client).path
         if url.startswith("data:"):
             data = await asyncio.to_thread(_decode, url, "video")
@@ -169,11 +171,13 @@ class Files:
         data = await asyncio.to_thread(_decode, url, "image")
         # Strangers' files are decoded in other processes.
         original = self._folder / f"original-{secrets.token_hex(12)}.png"
-        await asyncio.to_thread(original.write_bytes, data)
+        writing = asyncio.create_task(asyncio.to_thread(original.write_bytes, data))
         try:
+            await asyncio.shield(writing)
             pixels = (await self.read(ReadTask(str(original), (0,), rules))).frames[0]
         finally:
-            original.unlink(missing_ok=True)
+            # If the client leaves, the thread still writes.
+            writing.add_done_callback(lambda _: original.unlink(missing_ok=True))
         path = await self._keep_pixels(pixels, ".png")
         height, width, _ = pixels.shape
         return Picture(path, height * width // rules.factor**2)
@@ -255,8 +259,11 @@ class Files:
         if not path.exists():
             self._require_room(len(data))
             part = path.with_suffix(f".{secrets.token_hex(4)}.part")
-            part.write_bytes(data)
-            part.rename(path)
+            try:
+                part.write_bytes(data)
+                part.rename(path)
+            finally:  # the disk may be full
+                part.unlink(missing_ok=True)
         self._uploads[id] = Upload(id, path, id, _NOBODY, len(data))
         return path
 
@@ -273,7 +280,7 @@ class Files:
         # Pictures of requests that have long been answered make room for others.
         oldest = sorted([*self._uploads.values()], key=lambda upload: upload.used)
         left = self.limits.uploads - size - sum(upload.bytes for upload in oldest)
-        answered = time.time() - _ANSWERED
+        answered = time.time() - ANSWERED
         for upload in oldest:
             if left < 0 and upload.used < answered and upload.client == _NOBODY:
                 self._drop(upload)
@@ -302,7 +309,7 @@ class Files:
                     return path
         except (OSError, ValueError, RuntimeError):
             pass  # no such file, or no name of a file
-        raise ApiError(404, f"video: {url[:200]!r} is no video that this server may open")
+        raise ApiError(404, f"video: {url[:200]!r} is no upload of yours and no file of --videos")
 
 
 def _film(paths: list[pathlib.Path]) -> bytes:

@@ -54,9 +54,8 @@ class Guard:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if _name(host) not in self.hosts:
-            return (
-                f"Host {host!r} is not a name of this server; use {', '.join(sorted(self.hosts))}"
-            )
+            known = ", ".join(sorted(self.hosts))
+            return f"Host {host!r} is not a name of this server; use {known}"
         origin = headers.get("origin")
         # The scheme may differ behind a proxy that ends TLS.
         if origin is not None and origin.partition("://")[2].lower() != host.lower():

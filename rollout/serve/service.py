@@ -13,7 +13,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import transformers
@@ -24,6 +24,7 @@ from models.family import family_of
 from models.features import FrameFeatures, FrameSettings, ShownFrames
 from models.features.cache import Grid
 from models.model import VisionLanguageModel
+from paravt_jax.checks import require_above, require_at_least
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.frames import PixelRules
 from paravt_jax.data.video import is_picture
@@ -44,7 +45,7 @@ from rollout.engine.settings import (
     sizes_for_single_episodes,
 )
 from rollout.serve.errors import ApiError
-from rollout.serve.files import PAIR, Picture
+from rollout.serve.files import ANSWERED, PAIR, Picture
 from rollout.serve.owner import Job, Owner
 
 # Tokens between two looks at the queue: clients read along, and short reports end soon.
@@ -71,6 +72,14 @@ class ServiceSettings:
     picture_pixels: int = 0
     """Larger pictures are shrunk to this area for the model alone; 0: as its processor does, but at
     most 786,432 pixels."""
+
+    def __post_init__(self):
+        require_at_least("serve", self, 1, "frames", "episodes")
+        require_at_least("serve", self, 0, "queue", "context", "picture_pixels")
+        require_above("serve", self, 0, "seconds")
+        # A request waits that long, and is played for twice as long. Its pictures are kept.
+        if self.seconds > ANSWERED / 3:
+            raise ValueError(f"serve.seconds: {self.seconds}; give {ANSWERED / 3:g} or less")
 
 
 class ServedFeatures(FrameFeatures):
@@ -104,16 +113,14 @@ class ServedFeatures(FrameFeatures):
         return (height // 2 if name.endswith(PAIR) else height), width
 
 
-@dataclasses.dataclass(frozen=True)
-class Visual:
+class Visual(NamedTuple):
     """A picture, or the frames of a native video in pairs."""
 
     frames: tuple[Picture, ...]
     video: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """A reply of the model alone."""
 
     text: str
@@ -301,9 +308,8 @@ class Service:
         places = np.flatnonzero(np.isin(ids, pads))
         tokens = [frame.tokens for visual in visuals for frame in visual.frames]
         if len(places) != len(tokens):
-            raise ApiError(
-                400, f"messages: a text contains {dialect.image} or {dialect.video}; remove it"
-            )
+            message = f"messages: a text contains {dialect.image} or {dialect.video}; remove it"
+            raise ApiError(400, message)
         counts = np.ones(len(ids), int)
         counts[places] = tokens
         return np.repeat(ids, counts)
@@ -378,13 +384,9 @@ class _Text:
 
     def grow(self, ids: Sequence[int]) -> None:
         """Take all ids so far."""
-        self.add(ids[self._known :])
-
-    def add(self, ids: Sequence[int]) -> None:
-        """Take the ids that follow."""
         table, end = self._vocabulary.token_bytes, self._vocabulary.eos
-        self._known += len(ids)
-        self.text += self._decoder.decode(b"".join(table(id) for id in ids if id != end))
+        new, self._known = ids[self._known :], len(ids)
+        self.text += self._decoder.decode(b"".join(table(id) for id in new if id != end))
 
 
 class _Listener:
@@ -438,7 +440,7 @@ class _Writer:
             if len(growing.text) >= len(text):
                 break
             ids.append(id)
-            growing.add([id])
+            growing.grow(ids)
         logprobs = sample.logprobs[: len(ids)].tolist()
         return Reply(text, tuple(ids), tuple(logprobs), sample.stop, len(sample.ids))
 
@@ -463,26 +465,3 @@ def _processor_size(folder: pathlib.Path, name: str) -> dict[str, int]:
     an area; those of a video count all its frames. Empty if the processor is unknown."""
     file = folder / name
     return json.loads(file.read_text("utf-8"))["size"] if file.exists() else {}
-
-
-def token_counts(episode: Episode) -> tuple[int, int]:
-    """Return the tokens that all agents of an episode read, and those that they wrote."""
-    calls = [outcome.subagent for turn in episode.turns for outcome in turn.calls]
-    trajectories = [episode.trajectory, *filter(None, calls)]
-    written = sum(
-        len(segment.ids)
-        for trajectory in trajectories
-        for segment in trajectory.segments
-        if segment.logprobs is not None
-    )
-    return sum(len(trajectory.ids) for trajectory in trajectories) - written, written
-
-
-def evidence(episode: Episode) -> list[dict[str, Any]]:
-    """Return what the answer rests on: the windows that were looked at, and their reports."""
-    return [
-        {"start": outcome.call.start, "end": outcome.call.end, "report": outcome.response.strip()}
-        for turn in episode.turns
-        for outcome in turn.calls
-        if outcome.subagent is not None and isinstance(outcome.call, CropCall)
-    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from typing import Any
 
 import pydantic
@@ -18,6 +19,7 @@ from starlette.requests import Request
 from paravt_jax.data.frames import ReadTask
 from paravt_jax.method.records import CropCall, FailedCall
 from paravt_jax.method.tools.crop_video import resolve_window
+from rollout.ask import Answer
 from rollout.serve.chat import Chat
 from rollout.serve.chat_reply import EpisodeExchange, value_of
 from rollout.serve.chat_request import ChatRequest, refusal
@@ -28,6 +30,7 @@ _INSTRUCTIONS = (
     "Ask about a video, or look closer at one window of it. Name a video by the id of an upload "
     "(POST /v1/files), or by its path below the server's folder of videos."
 )
+_PAUSE = 1.0  # seconds between notes about a thought
 _THUMBNAIL = 448  # pixels of the longer side
 
 
@@ -92,11 +95,12 @@ class _Tools:
         ]
         asked = {"frames": frames, "options": options or (), "trace": False}
         messages = [{"role": "user", "content": content}]
-        body = {"model": self._chat.name, "messages": messages, "paravt": asked}
+        body = {"model": self._chat.name, "messages": messages, "paravt": asked, "stream": True}
         request = ChatRequest.model_validate(body)
         exchange = await self._chat.begin(request, _state(context).client)
         assert isinstance(exchange, EpisodeExchange)
-        return exchange.paravt(await self._value(exchange.job, context))
+        answer = Answer(**vars(await self._value(exchange.job, context)))
+        return exchange.paravt(answer, exchange.keep(answer))
 
     async def crop_video(
         self, video: str, start: float, end: float, context: Context
@@ -125,12 +129,17 @@ class _Tools:
     async def _value(self, job: Job, context: Context) -> Any:
         """Wait for a job, and report its progress. If the client cancels, so does the job."""
         try:
-            count = 0
+            count, heard, told = 0, "", time.monotonic()
             async for event in job.events():
                 if isinstance(event, Result):
                     return value_of(event)
+                heard += _line(event)
+                growing = event["event"] == "thought" and time.monotonic() < told + _PAUSE
+                if growing or not heard:
+                    continue
                 count += 1
-                await context.report_progress(count, message=_line(event))
+                await context.report_progress(count, message=heard.strip())
+                heard, told = "", time.monotonic()
         finally:
             self._chat.service.owner.cancel(job)
 
@@ -143,9 +152,11 @@ def _state(context: Context) -> State:
 
 
 def _line(event: dict[str, Any]) -> str:
-    """Return an event of an episode in a line."""
+    """Return a line for an event, or what was thought. Reports are told when they are whole."""
+    if event["event"] in ("thought", "report.delta"):
+        return event["text"] if event["event"] == "thought" else ""
     window = f"{event['start']:g} to {event['end']:g} s" if event.get("end") else ""
-    return f"{event['event']} {window} {event.get('text', '')}".strip()
+    return f"\n{event['event']} {window} {event.get('text', '')}".rstrip()
 
 
 def _picture(frame: Any) -> Image:

@@ -21,7 +21,7 @@ from paravt_jax.data import tokenizer_file
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.engine.requests import Completion, Request
 from rollout.serve import service as service_module
-from rollout.serve.app import HttpLimits, Server
+from rollout.serve.app import Server
 from rollout.serve.chat import Chat
 from rollout.serve.files import FileLimits, Files
 from rollout.serve.service import Service, ServiceSettings
@@ -102,11 +102,11 @@ def eventually(condition: Callable[[], Any], seconds: float = 10) -> None:
 
 @contextlib.contextmanager
 def listening(
-    service: Service, videos: pathlib.Path, limits: FileLimits, http: HttpLimits
+    service: Service, videos: pathlib.Path, limits: FileLimits, body: int, upload: int
 ) -> Iterator[Running]:
     """Serve on a free port, until every program is compiled and then as long as the caller."""
     files = Files(service.reader, limits, videos)
-    app = Server(Chat(service, files, NAME), KEYS).app(["served.example"], http)
+    app = Server(Chat(service, files, NAME), KEYS).app(["served.example"], body, upload)
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
     )
@@ -142,8 +142,7 @@ def scripted_server(
     ):
         service = Service(small_model, small_vocabulary, served_folder, settings, limits)
     sizes = FileLimits(video=400_000, minutes=3, uploads=4_000_000)
-    http = HttpLimits(body=1_000_000, upload=500_000, bodies=2_000_000)
-    with listening(service, small_world.folder, sizes, http) as running:
+    with listening(service, small_world.folder, sizes, 1_000_000, 500_000) as running:
         yield running
 
 
@@ -177,5 +176,5 @@ def real_server(
     settings = ServiceSettings(frames=4, episodes=2, queue=9)
     service = Service(small_model, small_vocabulary, served_folder, settings, limits)
     sizes = FileLimits(video=10**6, minutes=3, uploads=10**7)
-    with listening(service, small_world.folder, sizes, HttpLimits(10**6, 10**6, 10**7)) as running:
+    with listening(service, small_world.folder, sizes, 10**6, 10**6) as running:
         yield running

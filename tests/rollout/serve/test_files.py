@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import collections
 import contextlib
 import dataclasses
+import errno
 import io
 import json
 import os
+import pathlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import httpx2
 import pytest
@@ -20,6 +25,9 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.serve import files as files_module
+from rollout.serve.__main__ import _keys
+from rollout.serve.app import BodyLimit
+from rollout.serve.service import ServiceSettings
 from tests.rollout.serve.conftest import NAME
 
 
@@ -159,19 +167,92 @@ def test_a_slow_body_is_given_up(server, monkeypatch):
     monkeypatch.setattr("rollout.serve.app._PATIENCE", 0.3)
     monkeypatch.setattr("rollout.serve.app._SLOWEST", 4e6)
     line = "POST /v1/chat/completions"
-    assert raw(server.url, line, {"Content-Length": "100"}, b"{").startswith(b"HTTP/1.1 408")
+    with sent(server.url, line, {"Content-Length": "100"}, b"{") as connection:
+        assert whole(connection).startswith(b"HTTP/1.1 408")
     with sent(server.url, line, {"Content-Length": "1000"}, b"{") as connection:
-        for _ in range(20):  # something comes all the time, but not enough
-            connection.sendall(b" ")
-            time.sleep(0.05)
+        # Something comes all the time, but not enough. What comes later finds no connection.
+        with pytest.raises(OSError):
+            for _ in range(100):
+                connection.sendall(b" ")
+                time.sleep(0.05)
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 
+def whole(connection: socket.socket) -> bytes:
+    """Return what comes until the server closes a connection."""
+    return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+@pytest.mark.anyio
+async def test_a_picture_leaves_no_file_if_its_client_goes_or_the_disk_is_full(server, monkeypatch):
+    files, rules = server.files, server.service.features.picture_rules
+    before = {*files._folder.iterdir()}
+    begun, gone = threading.Event(), threading.Event()
+
+    def write(path: pathlib.Path, data: bytes) -> None:
+        full = begun.is_set()
+        begun.set()
+        gone.wait(10)
+        path.open("wb").write(data[:10])
+        if full:
+            raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "write_bytes", write)
+        asked = asyncio.create_task(files.picture(data_url(picture()), rules))
+        await asyncio.to_thread(begun.wait, 10)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        gone.set()
+        with pytest.raises(OSError, match="full"):
+            await files.picture(data_url(picture()), rules)
+        with pytest.raises(OSError, match="full"):
+            files._keep(b"another", ".mp4")
+        await asyncio.sleep(0.05)
+    assert {*files._folder.iterdir()} == before
+
+
+@pytest.mark.anyio
+async def test_a_video_may_be_called_as_uploads_are(server, small_world, clip):
+    (small_world.folder / "file-1.mp4").write_bytes(clip)
+    assert (await server.files.video("file-1.mp4", "")).name == "file-1.mp4"
+
+
+def test_uploads_bound_all_bodies_together():
+    limit = BodyLimit(mock.Mock(), body=2, upload=9)
+    assert limit.most == 18
+
+
+KEY_FILES = [("", "empty"), ("\n \n", "empty"), ("a\n# b", "line 2"), ("a b\n", "line 1")]
+
+
+@pytest.mark.parametrize(("text", "named"), KEY_FILES)
+def test_a_file_of_keys_has_a_key_per_line(tmp_path, text, named):
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=named):
+        _keys(str(file))
+    file.write_text(" alice \n\nbob\r\n")
+    assert _keys(str(file)) == ["alice", "bob"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"frames": 0}, {"episodes": 0}, {"seconds": 0}, {"seconds": 901}]
+)
+def test_sizes_that_cannot_serve_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"serve.{[*wrong][0]}"):
+        ServiceSettings(**wrong)
+
+
 @pytest.mark.parametrize("key", ["Bearer eve", "Bearer alic", "", "Basic alice", "Bearer é"])
-def test_every_route_of_the_api_needs_a_key(server, key):
+def test_every_route_of_the_api_but_its_models_needs_a_key(server, key):
+    # Evaluators poll the models without a key until the server is ready.
+    open_to_all = raw(server.url, "GET /v1/models", {"Authorization": key})
+    assert open_to_all.startswith(b"HTTP/1.1 200")
     routes = [
         *("POST /v1/chat/completions", "POST /v1/files", "GET /v1/files/x"),
-        *("DELETE /v1/files/x", "GET /v1/files/x/content", "GET /v1/episodes/x.json"),
+        *("DELETE /v1/files/x", "GET /v1/files/x/content", "GET /v1/episodes/x.html"),
         *("POST /mcp", "GET /mcp", "DELETE /mcp"),
     ]
     for route in routes:

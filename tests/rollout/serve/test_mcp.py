@@ -12,6 +12,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from tests.rollout.serve.conftest import Running
 from tests.rollout.serve.test_episodes import OPTIONS, TURNS
+from tests.rollout.serve.test_files import raw
 
 pytestmark = pytest.mark.anyio
 
@@ -41,6 +42,7 @@ async def test_a_question_is_answered_with_progress(server, small_world):
     found = result.structured_content
     assert (found["option"], found["stop"], len(found["evidence"])) == ("seven", "answered", 3)
     assert "report 8 to 16 s seven from 8 to 10" in told
+    assert "first look\ncall 0 to 8 s" in told  # a thought is not told token by token
 
 
 async def test_a_window_is_reported_with_its_frames(server, small_world):
@@ -58,7 +60,7 @@ async def test_a_refusal_is_an_error_for_the_agent(server, tool):
     asked |= {"question": "Which?"} if tool == "ask_video" else {"start": 0, "end": 1}
     async with connected(server) as client:
         result = await client.call_tool(tool, asked)
-    assert result.is_error and "may open" in str(result.content)
+    assert result.is_error and 'text="video: ' in str(result.content)
 
 
 async def test_a_wrong_argument_is_named_in_a_sentence(server):
@@ -66,4 +68,13 @@ async def test_a_wrong_argument_is_named_in_a_sentence(server):
     async with connected(server) as client:
         result = await client.call_tool("ask_video", asked)
     assert result.is_error
-    assert "text=\"frames: 'many'; Input should be a valid integer" in str(result.content)
+    assert "text=\"frames: 'many'" in str(result.content)
+
+
+def test_a_body_that_is_refused_is_no_failure_of_the_server(server, monkeypatch, caplog):
+    monkeypatch.setattr("rollout.serve.app._PATIENCE", 0.2)
+    asked = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+    for size, status in (("100", b"408"), ("10000000", b"413")):
+        reply = raw(server.url, "POST /mcp", asked | {"Content-Length": size}, b"{")
+        assert reply.startswith(b"HTTP/1.1 " + status)
+    assert not caplog.records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -36,6 +37,9 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"start_time": {"type": "number"}}},
     },
 }
+
+
+CALL_5 = {"role": "assistant", "content": "", "tool_calls": 5}
 
 
 def complete(running: Running, content: Any = "seven", **fields: Any) -> Any:
@@ -117,6 +121,12 @@ def test_pictures_are_seen_at_the_size_that_a_request_asks_for(real_server):
         assert asked == tokens[0] - tokens[1]
 
 
+def test_a_reply_that_the_time_limit_cuts_is_a_reply(real_server, monkeypatch):
+    service = real_server.service
+    monkeypatch.setattr(service, "settings", dataclasses.replace(service.settings, seconds=1e-3))
+    assert complete(real_server, max_tokens=200).choices[0].finish_reason == "length"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_are_structured_if_a_request_offers_tools(server, stream, monkeypatch):
     # The small model's own template takes no tools.
@@ -157,6 +167,8 @@ def test_what_the_context_or_the_model_cannot_take_is_refused(server):
         ({"content": "one <|image_pad|>"}, "messages"),
         ({"extra_body": {"mm_processor_kwargs": {"max_pixels": 10**9}}}, "mm_processor_kwargs"),
         ({"extra_body": {"mm_processor_kwargs": {"min_pixels": 0}}}, "mm_processor_kwargs"),
+        ({"extra_body": {"media_io_kwargs": {"video": {"fps": 8}}}}, "media_io_kwargs.video.fps"),
+        ({"messages": [CALL_5]}, "messages.0.tool_calls"),
     ):
         with pytest.raises(openai.APIStatusError) as caught:
             complete(server, **fields)
