@@ -76,7 +76,7 @@ class BodyLimit:
         declared = int(Headers(scope=scope).get("content-length", 0))
         size = 0
         whole = False
-        too_large = _refused_body(413, f"more than {most / 2**20:,.0f} MiB; send less")
+        too_large = ApiError(413, f"body: more than {most / 2**20:,.0f} MiB; send less")
         ends = time.monotonic() + _PATIENCE + most / _SLOWEST
 
         async def receive_limited() -> Message:
@@ -89,8 +89,12 @@ class BodyLimit:
                 async with asyncio.timeout(min(_PATIENCE, ends - time.monotonic())):
                     message = await receive()
             except TimeoutError:
-                message = f"a pause of {_PATIENCE:g} s, or too slow as a whole; send it again"
-                raise _refused_body(408, message) from None
+                message = f"body: a pause of {_PATIENCE:g} s, or too slow as a whole; send it again"
+                error = ApiError(408, message)
+                # What comes later is not waited for. Elsewhere, clients that send first and read
+                # then would find no reply, but a closed connection.
+                error.headers["Connection"] = "close"
+                raise error from None
             chunk = len(message.get("body", b""))
             whole = not message.get("more_body", False)
             size += chunk
@@ -98,20 +102,13 @@ class BodyLimit:
             if size > most:
                 raise too_large
             if self.reading > self.most:
-                raise _refused_body(429, "too many large requests; try again later", retry=5)
+                raise ApiError(429, "body: too many large requests; try again later", retry=5)
             return message
 
         try:
             await self.app(scope, receive_limited, send)
         finally:
             self.reading -= size
-
-
-def _refused_body(status: int, message: str, retry: int = 0) -> ApiError:
-    """Return the refusal of a body. The connection ends, so that the rest does not arrive."""
-    error = ApiError(status, f"body: {message}", retry=retry)
-    error.headers["Connection"] = "close"
-    return error
 
 
 class Requests:
