@@ -29,6 +29,10 @@ from paravt_jax.processes import hosts
 from train.model import Parts
 from train.settings import Run
 
+_TEMPLATE = "chat_template.jinja"
+# Where checkpoints may have theirs, too.
+_WITH_TEMPLATE = ("chat_template.json", "tokenizer_config.json")
+
 
 def export_run(run: Run, folder: pathlib.Path, parts: Parts, weights: Any) -> None:
     """Write the trained model of a run to `model`, and its adapters to `adapter`, unless it exists.
@@ -71,14 +75,16 @@ def write_model(
     Args:
         model: The weights and their configuration.
         tokenizer_folder: Files to copy. They take precedence over files of the same name that this
-            function would generate.
+            function would generate, and a chat template in any of them over the family's.
         frames: Sizes at which the processor shows pictures.
         folder: Folder to create.
     """
     files = {file.name: file for file in tokenizer_folder.iterdir()}
+    texts = [files[name].read_text("utf-8") for name in _WITH_TEMPLATE if name in files]
+    own_template = any('"chat_template"' in text for text in texts)
     with tempfile.TemporaryDirectory() as generated:
         for name, text in _processor_files(model.config, frames).items():
-            if name not in files:
+            if name not in files and not (own_template and name == _TEMPLATE):
                 files[name] = pathlib.Path(generated) / name
                 files[name].write_text(text, encoding="utf-8")
         save(model, folder, files=[files[name] for name in sorted(files)])
@@ -108,7 +114,7 @@ def _processor_files(config: ModelConfig, frames: FrameSettings) -> dict[str, st
     family = family_of(config)
     vision = config.vision
     longest = max(frames.max_pixels, frames.crop_max_pixels)
-    files = {"chat_template.jinja": family.dialect.chat_template}
+    files = {_TEMPLATE: family.dialect.chat_template}
     for kind, name, most_pixels in (
         ("image", "preprocessor_config.json", longest),
         ("video", "video_preprocessor_config.json", family.limited_frames * longest),

@@ -6,6 +6,7 @@ has all of it.
 
 from __future__ import annotations
 
+import os
 import signal
 
 from paravt_jax.processes.exit_codes import stop_at_once
@@ -13,10 +14,11 @@ from paravt_jax.processes.exit_codes import stop_at_once
 if __name__ == "__main__":
     # Importing the modules below takes seconds.
     signal.signal(signal.SIGINT, stop_at_once)
+    # transformers fills in the chat template. It would warn that it finds no PyTorch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 import dataclasses
 import functools
-import os
 import pathlib
 import socket
 import sys
@@ -36,8 +38,6 @@ from rollout.ask import load_vocabulary
 from rollout.serve.service import Service, ServiceSettings
 
 PROG = "python -m rollout.serve"
-# transformers fills in the chat template. It would warn that it finds no PyTorch.
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,6 @@ from rollout.serve.tools import tools_app
 _log = logging.getLogger(__name__)
 _PAGE = pathlib.Path(__file__).parent / "page"
 _PATIENCE = 30.0  # seconds: a client that sends nothing for longer is gone
-_MCP = ["GET", "POST", "DELETE"]
 _SLOWEST = 2**20  # bytes per second in which the largest body has to arrive
 _ERRORS = (ApiError, pydantic.ValidationError, HTTPException, ClientDisconnect, Exception)
 # The page's own files, and nothing of anybody else.
@@ -226,7 +225,7 @@ class Server:
             Route("/v1/files/{id}", self._file, methods=["GET", "DELETE"], middleware=with_key),
             Route("/v1/files/{id}/content", self._content, middleware=with_key),
             Route("/v1/episodes/{id}.html", self._episode, middleware=with_key),
-            Route("/mcp", self._tools, methods=_MCP, middleware=with_key),
+            Route("/mcp", self._tools, methods=["GET", "POST", "DELETE"], middleware=with_key),
         ]
         app = Starlette(
             routes=routes,

@@ -291,7 +291,7 @@ def value_of(result: Event) -> Any:
         raise ApiError(500, f"the answer failed ({type(error).__name__}: {error})") from error
     for answer in result.value if isinstance(result.value, list) else [result.value]:
         if getattr(answer, "stop", None) in (StopReason.UNREADABLE, SampleStop.UNREADABLE):
-            raise ApiError(422, "video: it can no longer be read", "unreadable")
+            raise ApiError(422, "video: it cannot be read; convert it", "unreadable")
     return result.value
 
 

@@ -37,7 +37,6 @@ ANSWERED = 2700.0
 PAIR = ".pair.png"
 """Ends the name of a file with two frames of a video."""
 
-_UPLOAD = "file-"  # begins the ids that clients know
 _CHUNK = 1 << 20  # bytes
 _NOBODY = "nobody"  # stands for the client of what requests contain: nobody can name it
 
@@ -117,7 +116,7 @@ class Files:
 
     async def upload(self, source: BinaryIO, name: str, client: str) -> tuple[Upload, VideoInfo]:
         """Keep a video, if it can be read."""
-        id = f"{_UPLOAD}{secrets.token_hex(12)}"
+        id = f"file-{secrets.token_hex(12)}"
         # Its content says what kind of video it is.
         upload = self._uploads[id] = Upload(id, self._folder / f"{id}.mp4", name, client)
         try:

@@ -100,6 +100,19 @@ def test_a_written_model_has_its_stop_ids(small_model, small_vocabulary, tmp_pat
     assert (tmp_path / "other" / "generation_config.json").read_text() == '{"eos_token_id": 7}'
 
 
+@pytest.mark.parametrize("name", ["chat_template.json", "tokenizer_config.json"])
+def test_a_trained_model_keeps_its_checkpoints_chat_template(
+    small_model, small_vocabulary, tmp_path, name
+):
+    tokenizer_file.save(small_vocabulary, tmp_path / "tokenizer")
+    file = tmp_path / "tokenizer" / name
+    settings = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(settings | {"chat_template": "theirs"}))
+    write_model(small_model, tmp_path / "tokenizer", FrameSettings(), tmp_path / "model")
+    assert not (tmp_path / "model" / "chat_template.jinja").exists(), "it would come first"
+    assert "theirs" in (tmp_path / "model" / name).read_text()
+
+
 def test_a_run_starts_from_the_weights_of_a_folder_sharded_over_its_mesh(base, road):
     run = dataclasses.replace(road.run, model=ModelSettings(path=str(base)), align=None)
     model, origin = first_model(run, road.data, make_mesh())
