@@ -129,7 +129,7 @@ _DENIED = re.compile(
 # --- ranges of seconds ---
 
 # Digits are matched possessively ("++"): with thousands of digits, backtracking would take forever.
-# The commas of "1,000 to 1,200" group thousands; that of "[10,200]", the only joint, does not.
+# The commas of "1,000 to 1,200" group thousands. That of "[10,200]" parts two times.
 _NUMBER = r"(?<![\d.:])(?:(?:[1-9]\d?,\d{3}(?!\d)|\d++)(?:\.\d*+)?|\.\d++)"
 _TIME = rf"(?:(?<![\d.:])(?:\d++:)?\d++:[0-5]?\d(?:\.\d++)?|{_NUMBER})(?![\d:]|\.\d)"
 _SECONDS = r"(?:\s*(?:s|secs?|seconds?)(?![A-Za-z])\.?)?"
@@ -367,7 +367,7 @@ def read_range(text: str) -> tuple[float, float] | None:
     text = " ".join(_AROUND.sub(" ", text).split())
     text = _DURATION.sub(_in_seconds, _SHARED_UNIT.sub(r"\1 \2", text))
     joined, start, end = (form.search(text) for form in (_RANGE, _START, _END))
-    # The comma of "starts at 1,200 s" joins no times.
+    # The comma of "starts at 1,200 s" parts no times.
     if start and end and (not joined or "," in start["time"] + end["time"]):
         return _seconds(start["time"]), _seconds(end["time"])
     return (_seconds(joined["start"]), _seconds(joined["end"])) if joined else None

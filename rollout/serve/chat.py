@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import pathlib
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any
 
 from rollout.agent.episode import EpisodeSettings
 from rollout.ask import question_about
@@ -90,7 +90,7 @@ class Chat:
         job = self.service.ask(question, settings, _seed(request), most, request.stream)
         return EpisodeExchange(self.service, request, job, settings, self.episodes, client)
 
-    async def _video(self, messages: Sequence[Message], client: str) -> Any:
+    async def _video(self, messages: Sequence[Message], client: str) -> pathlib.Path:
         """Return the video of the last message that has one, or one that its pictures make up."""
         for message in reversed(messages):
             parts = message.parts()

@@ -25,7 +25,6 @@ _log = logging.getLogger(__name__)
 # Seconds that the thread waits for files before it looks at its queue again.
 _PATIENCE = 0.02
 _GRACE = 5.0  # seconds that the thread has to end
-_CANCELLED = ApiError(499, "the client closed the connection")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +125,8 @@ class Owner:
     def cancel(self, job: Job) -> None:
         """Give up a job. If it has ended, nothing happens."""
         if self.ended is None:
-            self._calls.put(lambda: self._cancel(job))
+            gone = ApiError(499, "the client closed the connection")
+            self._calls.put(lambda: self._cancel(job, gone))
 
     def end(self) -> None:
         """Begin to give up all jobs, and to end the thread."""
@@ -208,7 +208,7 @@ class Owner:
     def _fail(self, number: int, error: Exception) -> None:
         self._end(self.playing[number], Result(error=error))
 
-    def _cancel(self, job: Job, reason: Exception = _CANCELLED) -> None:
+    def _cancel(self, job: Job, reason: Exception) -> None:
         if job in self.waiting:
             self.waiting.remove(job)
         elif job.number in self.playing:
